@@ -1,0 +1,46 @@
+# `make` lists the targets. The environment is made on first use, and again only when a requirements file changes.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help train sample board test test-slow lint bench clean
+
+help:        ## list the targets
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
+
+$(VENV)/.run: requirements.txt
+	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v < (3, 14) else f"error: Python {v[0]}.{v[1]} is not supported. Use 3.10 to 3.13: make PYTHON=python3.12 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -r requirements.txt
+	@touch $@
+
+$(VENV)/.dev: requirements.txt requirements-dev.txt $(VENV)/.run
+	$(BIN)/python -m pip install -q -r requirements-dev.txt
+	@touch $@
+
+train: $(VENV)/.run   ## train the default GPT; more with ARGS="model.num_heads=8"
+	@$(BIN)/python train.py $(ARGS)
+
+sample: $(VENV)/.run   ## let the newest run write; more with ARGS='prompt="To be"'
+	@$(BIN)/python sample.py $(ARGS)
+
+board: $(VENV)/.run   ## look at all runs in TensorBoard
+	@$(BIN)/tensorboard --logdir runs --samples_per_plugin images=100
+
+test: $(VENV)/.dev   ## run the test suite
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(VENV)/.dev   ## run the tests that take minutes
+	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(VENV)/.dev   ## check style
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+bench: $(VENV)/.dev   ## measure Lightning's cost beside a hand-written loop
+	@$(BIN)/python -m benchmarks.lightning_overhead
+
+clean:        ## remove the environment and the caches; runs stay
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache

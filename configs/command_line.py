@@ -1,0 +1,117 @@
+"""From the command line to a config, and from any mistake of the user to one line."""
+
+import difflib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import hydra
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from configs import schema
+from configs.errors import UserError
+
+CONFIG_DIR = Path(__file__).resolve().parent
+# Their values are taken exactly as typed: Hydra would read commas, quotes, = and ${ as its own grammar.
+LITERAL_KEYS = ("prompt", "prompt_file", "checkpoint", "data.corpus", "data.cache_dir", "runs_dir")
+
+
+def run(task: Callable[[DictConfig], None], config_name: str) -> None:
+    """Composes the config, runs the task (once, or once a job of a sweep), and ends the process on an error."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come through to us, instead of being printed by Hydra
+    with one_line_errors(config_name):
+        schema.register()
+        sys.argv[1:] = [as_literal(argument) for argument in sys.argv[1:]]
+
+        @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=config_name)
+        def job(config: DictConfig) -> None:
+            with one_line_errors(config_name):  # here too: Hydra would print its own line first
+                refuse_unknown(config, config_name)
+                task(config)
+
+        job()
+
+
+def compose(config_name: str, overrides: list[str]) -> DictConfig:
+    """The config alone, without Hydra's run directory or sweeps."""
+    schema.register()
+    with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        return hydra.compose(config_name, [as_literal(override) for override in overrides])
+
+
+def as_literal(argument: str) -> str:
+    """Quotes the value of a key whose text must reach us as it is; other arguments stay."""
+    key, equals, value = argument.partition("=")
+    if not equals or key not in LITERAL_KEYS or value == "null":
+        return argument
+    # OmegaConf would resolve ${...}: a backslash makes it text, and backslashes before it count double.
+    value = re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + r"\${", value)
+    return f"{key}={QuotedString(value, Quote.single).with_quotes()}"
+
+
+@contextmanager
+def one_line_errors(config_name: str) -> Iterator[None]:
+    """Ends the process with one line on standard error and exit code 2 where the user can mend it."""
+    try:
+        yield
+    except (UserError, HydraException, OmegaConfBaseException) as error:
+        message = str(error) if isinstance(error, UserError) else explain(error, config_name)
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def explain(error: Exception, config_name: str) -> str:
+    """Hydra's or OmegaConf's complaint in one line: the value, what was expected, how to mend it."""
+    text = str(error).strip()
+    cause = " ".join(str(error.__cause__ or "").split("\n    full_key")[0].split())
+    if match := re.search(r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'", text):
+        return unknown_key(match[1], config_name)
+    if match := re.search(r"Error merging override (.+)", text):
+        return f"{match[1]} has a value of the wrong type: {cause}."
+    if match := re.search(r"Ambiguous value for argument '([^']+)'", text):
+        return f"{match[1]} lists several values: add -m to sweep over them, or give one."
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, name = (error.missing_cfg_file or "").rpartition("/")
+        options = [option for option in error.options if option != "schema"]
+        return f"{group}={name} does not exist. Choose from: {', '.join(options)}."
+    if match := re.search(r"Error parsing override '([^']*)'", text):
+        return f"{match[1]!r} is no setting: write key=value, for example model.num_heads=8."
+    if isinstance(error, ConfigCompositionException) and cause:
+        text += f" ({cause})"
+    return " ".join(text.split("See https")[0].split())
+
+
+def refuse_unknown(config: DictConfig, config_name: str) -> None:
+    """Raises UserError for a key that Hydra let in because of a leading +."""
+    known = known_keys(config_name)
+    for key in config:
+        if key not in known:
+            raise UserError(unknown_key(str(key), config_name))
+
+
+def unknown_key(key: str, config_name: str) -> str:
+    """Names the keys nearest to one that does not exist."""
+    near = difflib.get_close_matches(key, known_keys(config_name), n=3)
+    mend = f"Did you mean {' or '.join(near)}?" if near else f"configs/{config_name}.yaml lists the keys."
+    return f"{key} is no key of the config. {mend}"
+
+
+def known_keys(config_name: str) -> list[str]:
+    """Every dotted key of the default config."""
+    config = OmegaConf.to_container(compose(config_name, []))
+    keys: list[str] = []
+
+    def walk(node: dict, prefix: str) -> None:
+        for name, value in node.items():
+            keys.append(prefix + name)
+            if isinstance(value, dict):
+                walk(value, f"{prefix}{name}.")
+
+    walk(config, "")
+    return keys

@@ -1,0 +1,104 @@
+"""One directory a run, never shared: config.yaml, train.log, checkpoints/, TensorBoard events, summary.json."""
+
+import logging
+import os
+import re
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+
+import psutil
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from configs.errors import UserError
+
+# Lightning starts one process a further device; they inherit the directory of the first.
+_INHERITED = "TINY_GPT_RUN_DIR"
+
+
+def new_run_dir(config: DictConfig) -> Path:
+    """Makes the directory of this run: below `runs_dir`, or below its sweep's directory.
+
+    Raises UserError where it cannot be made.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0" and _INHERITED in os.environ:
+        return Path(os.environ[_INHERITED])
+    hydra = HydraConfig.get()
+    if hydra.mode == RunMode.MULTIRUN:
+        changed = re.sub(r"[^\w.,-]+", "_", hydra.job.override_dirname)[:80]
+        run_dir = make_new_dir(Path(hydra.sweep.dir), f"{hydra.job.num:02d}_{changed}")
+    else:
+        run_dir = make_new_dir(Path(config.runs_dir).absolute(), time_stamp())
+    os.environ[_INHERITED] = str(run_dir)
+    return run_dir
+
+
+@cache  # Hydra asks more than once in a sweep, and means the same directory
+def new_sweep_dir(runs_dir: str) -> str:
+    """Makes the directory that holds the runs of one sweep."""
+    return str(make_new_dir(Path(runs_dir).absolute(), f"{time_stamp()}_sweep"))
+
+
+def time_stamp() -> str:
+    """The time now, in an order that sorts."""
+    return datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+
+
+def make_new_dir(parent: Path, name: str) -> Path:
+    """Makes parent/name, or parent/name_2 and so on: mkdir tells atomically whether it was there."""
+    for number in range(1, 10_000):
+        path = parent / (name if number == 1 else f"{name}_{number}")
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            if not path.exists() or not parent.is_dir():
+                raise UserError(f"{parent} is not a directory. Choose another runs_dir.") from None
+        except OSError as error:
+            raise UserError(
+                f"cannot make a directory in {parent}: {error.strerror}. Choose another runs_dir."
+            ) from None
+    raise UserError(f"{parent} has 10,000 runs named {name}. Choose another runs_dir.")
+
+
+def save_config(config: DictConfig, run_dir: Path) -> None:
+    """Writes config.yaml: every choice of the run, defaults included."""
+    OmegaConf.save(config, run_dir / "config.yaml")
+
+
+def log_to(run_dir: Path | None) -> None:
+    """Sends the project's lines to the screen, above a progress bar, and to the run's train.log."""
+    root = logging.getLogger()
+    for handler in root.handlers[:]:
+        root.removeHandler(handler)
+        handler.close()
+    handlers: list[logging.Handler] = [_Screen()]
+    if run_dir is not None:
+        handlers.append(logging.FileHandler(run_dir / "train.log", encoding="utf-8"))
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    for library in ("lightning", "lightning.pytorch", "lightning.fabric", "torch", "matplotlib", "PIL", "rustbpe"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+
+
+class _Screen(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record))
+
+
+@cache
+def _first_job() -> list[bool]:
+    return [True]
+
+
+def job_start() -> float:
+    """When this run began, in seconds since the epoch: the process's own start, or in a sweep the job's."""
+    flag = _first_job()
+    started = psutil.Process().create_time() if flag[0] else datetime.now().timestamp()
+    flag[0] = False
+    return started

@@ -1,0 +1,89 @@
+"""Which keys a config has, of which type; Hydra refuses all others.
+
+Defaults and types of the groups model, data, tokenizer and optimizer are those of the dataclasses in
+model/ and data/. What a run or a sample is made of beside them has its types here and its values in
+configs/train.yaml and configs/sample.yaml.
+"""
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any, TypeVar, get_type_hints
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from configs.errors import UserError
+from configs.run_directory import new_sweep_dir
+from data.config import DataConfig, TokenizerConfig
+from model.config import GPTConfig, OptimizerConfig, SamplingConfig
+
+T = TypeVar("T")
+
+
+def _thawed(config_class: type) -> type:
+    """The same dataclass, not frozen: Hydra could not override a frozen one."""
+    types = get_type_hints(config_class)
+    return make_dataclass(
+        config_class.__name__,
+        [
+            (f.name, types[f.name], field(default=MISSING if f.default is dataclasses.MISSING else f.default))
+            for f in dataclasses.fields(config_class)
+        ],
+    )
+
+
+@dataclass
+class TrainSchema:
+    """Keys of configs/train.yaml."""
+
+    model: Any = MISSING
+    data: Any = MISSING
+    tokenizer: Any = MISSING
+    optimizer: Any = MISSING
+    trainer: Any = MISSING
+    seed: int = MISSING
+    compile: str = MISSING
+    validations: int = MISSING
+    runs_dir: str = MISSING
+
+
+@dataclass
+class SampleSchema(_thawed(SamplingConfig)):
+    """Keys of configs/sample.yaml: how tokens are drawn, and these."""
+
+    prompt: str | None = MISSING
+    prompt_file: str | None = MISSING
+    checkpoint: str | None = MISSING
+    num_samples: int = MISSING
+    device: str = MISSING
+    runs_dir: str = MISSING
+
+
+def register() -> None:
+    """Makes the schemas known to Hydra, as `schema` in every group, and what YAML may compute."""
+    OmegaConf.register_new_resolver("div", lambda a, b: max(1, int(a) // int(b)), replace=True)
+    OmegaConf.register_new_resolver("new_sweep_dir", new_sweep_dir, replace=True)
+    store = ConfigStore.instance().store
+    store(name="train_schema", node=TrainSchema)
+    store(name="sample_schema", node=SampleSchema)
+    groups = {"model": GPTConfig, "data": DataConfig, "tokenizer": TokenizerConfig, "optimizer": OptimizerConfig}
+    for group, config_class in groups.items():
+        store(group=group, name="schema", node=_thawed(config_class))
+    # Lightning's options are Lightning's to know: any key passes here, model/trainer.py refuses unknown ones.
+    store(group="trainer", name="schema", node=OmegaConf.create({}, flags={"struct": False}))
+
+
+def build(config_class: type[T], node: DictConfig, **derived: Any) -> T:
+    """The dataclass behind a group of the config; `derived` fills fields the config leaves open.
+
+    Raises UserError for a key the dataclass does not have, and (from the dataclass) for values that cannot work.
+    """
+    names = [f.name for f in dataclasses.fields(config_class)]
+    for key in node:
+        if key not in names:
+            near = difflib.get_close_matches(str(key), names, n=3)
+            mend = f"Did you mean {' or '.join(near)}?" if near else f"It has: {', '.join(names)}."
+            raise UserError(f"{key} is no key of {config_class.__name__}. {mend}")
+    values = {key: node[key] for key in node if not OmegaConf.is_missing(node, key)}
+    return config_class(**{**values, **derived})

@@ -1,0 +1,141 @@
+"""Token ids -> batches, as a function of (seed, step, rank) and of nothing else.
+
+B batch_size, T context_length, N tokens in the split, W windows an epoch.
+
+    ids     t0 t1 t2 t3 t4 t5 t6 t7 t8 …
+    window     [t1 t2 t3 t4 t5]              T + 1 ids: inputs are the first T, targets the last T
+                           [t5 t6 t7 t8 t9]  neighbours share one id, so no target occurs twice
+
+Training goes through an epoch's W windows in random order; each epoch draws a new order and starts its
+windows at a new place (1 above), so the model meets its text in ever new cuts. Nothing is stored to resume:
+the trainer knows how many batches it has processed, and that says which comes next.
+"""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from configs.errors import UserError
+
+IGNORE = -100  # target that torch's cross_entropy leaves out
+
+
+class TrainBatches:
+    """Endless training batches by step number; iterating goes on to the end of the current epoch."""
+
+    def __init__(
+        self,
+        tokens: np.ndarray,  # (N,)
+        context_length: int,
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        steps_done: Callable[[], int] = lambda: 0,
+    ):
+        """`steps_done` tells how many batches this rank has trained on. Raises UserError if N < T + 1."""
+        if len(tokens) < context_length + 1:
+            mend = f"Use model.context_length ≤ {len(tokens) - 1} or a longer text."
+            raise UserError(
+                f"context_length {context_length} needs at least {context_length + 1} tokens; "
+                f"the training split has {len(tokens)}. {mend if len(tokens) > 1 else 'Use a longer text.'}"
+            )
+        # Row i is ids i … i + T; a view, so it costs nothing. Plain ndarray: memmap's indexing is slow.
+        self.rows = np.lib.stride_tricks.sliding_window_view(tokens.view(np.ndarray), context_length + 1)
+        self.context_length = context_length
+        self.batch_size = batch_size
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.steps_done = steps_done
+        self.windows_per_epoch = max(1, (len(tokens) - context_length) // context_length)
+        self._epoch, self._starts = -1, np.empty(0)
+
+    def batch(self, step: int) -> torch.Tensor:
+        """Batch of `step`, (B, T + 1) int64: with all ranks' it continues where those of `step - 1` ended."""
+        window = (step * self.world_size + self.rank) * self.batch_size
+        starts = np.empty(self.batch_size, dtype=np.int64)
+        filled = 0
+        while filled < self.batch_size:  # once, or more often where a batch straddles epochs
+            epoch, position = divmod(window + filled, self.windows_per_epoch)
+            some = self._epoch_starts(epoch)[position : position + self.batch_size - filled]
+            starts[filled : filled + len(some)] = some
+            filled += len(some)
+        return torch.from_numpy(self.rows[starts].astype(np.int64))  # (B, T + 1)
+
+    def _epoch_starts(self, epoch: int) -> np.ndarray:
+        """First id of each window, in this epoch's order, (W,)."""
+        if epoch != self._epoch:
+            random = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+            spare = len(self.rows) - 1 - (self.windows_per_epoch - 1) * self.context_length
+            phase = int(random.integers(min(self.context_length - 1, spare) + 1))
+            dtype = np.min_scalar_type(len(self.rows))  # 4 bytes a window, not 8, up to 4 billion tokens
+            starts = np.arange(self.windows_per_epoch, dtype=dtype) * self.context_length + phase
+            random.shuffle(starts)
+            self._epoch, self._starts = epoch, starts
+        return self._starts
+
+    def __len__(self) -> int:
+        """Batches an epoch; W / B rounded up, for one rank."""
+        return -(-self.windows_per_epoch // (self.batch_size * self.world_size))
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        step = self.steps_done()
+        yield from map(self.batch, range(step, (step // len(self) + 1) * len(self)))
+
+    # Lightning warns that a loader without these two cannot resume. With `steps_done` this one can.
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        pass
+
+
+class ValBatches:
+    """The split from its start, windows side by side: each of its N - 1 targets exactly once.
+
+    Only the first id is no target; the last window is padded. With several ranks, rank r takes every
+    world_size-th window from the r-th on, so some may get a batch more than others.
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray,  # (N,)
+        context_length: int,
+        batch_size: int,
+        limit_tokens: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        val_fraction: float | None = None,
+    ):
+        """At most `limit_tokens` targets (`data.val_tokens`). Raises UserError if N < 2.
+
+        `val_fraction` is only there to be named in the message.
+        """
+        if len(tokens) < 2:
+            raise UserError(
+                f"Validation needs at least 2 tokens; the validation split has {len(tokens)} at "
+                f"data.val_fraction={val_fraction}. Raise data.val_fraction or use a longer text."
+            )
+        self.tokens = tokens.view(np.ndarray)
+        self.context_length = context_length
+        self.batch_size = batch_size
+        self.num_targets = min(len(tokens) - 1, limit_tokens or len(tokens))
+        num_windows = -(-self.num_targets // context_length)
+        self.windows = range(rank, num_windows, world_size)
+
+    def __len__(self) -> int:
+        return -(-len(self.windows) // self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Inputs and targets, (B, T) int64 each; the last batch has fewer rows."""
+        for first in range(0, len(self.windows), self.batch_size):
+            windows = np.array(self.windows[first : first + self.batch_size])  # (B,)
+            at = windows[:, None] * self.context_length + np.arange(self.context_length)  # (B, T)
+            padding = at >= self.num_targets
+            at[padding] = 0
+            inputs = self.tokens[at].astype(np.int64)
+            targets = self.tokens[at + 1].astype(np.int64)
+            inputs[padding], targets[padding] = 0, IGNORE
+            yield torch.from_numpy(inputs), torch.from_numpy(targets)

@@ -1,0 +1,58 @@
+"""Every default of the data, once. Imports nothing slow, so that a mistake is refused at once."""
+
+from dataclasses import dataclass
+
+from configs.errors import UserError
+
+MAX_VOCAB_SIZE = 1_000_000
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    corpus: str | None = None
+    """Text file, folder or glob of UTF-8 text; None is the embedded Shakespeare."""
+    val_fraction: float = 0.1
+    """Share of the bytes, at the end of the text, that is kept from training."""
+    batch_size: int = 24
+    """Windows a training batch on each device. Validation keeps no gradients and takes four times as many."""
+    val_tokens: int | None = None
+    """Predict only so many tokens of the validation split; None is all of them."""
+    cache_dir: str | None = None
+    """Where learned merges and encoded text are kept; None is `.cache` in the project."""
+
+    def __post_init__(self):
+        for name, default in (("corpus", "Shakespeare"), ("cache_dir", ".cache")):
+            value = getattr(self, name)
+            if not isinstance(value, str | None) or value == "":
+                raise UserError(f"data.{name} is {value!r}; it must be a path, or null for {default}.")
+        fraction = self.val_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < 1:
+            raise UserError(f"data.val_fraction is {fraction!r}; it must lie between 0 and 1, e.g. 0.1.")
+        check_at_least(1, "data.batch_size", self.batch_size)
+        if self.val_tokens is not None:
+            check_at_least(1, "data.val_tokens", self.val_tokens)
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    kind: str = "bpe"
+    """"byte", "bpe" or "tiktoken"."""
+    vocab_size: int = 1024
+    """Tokens that bpe aims for: 256 bytes and the merges. A tiny text has fewer to offer."""
+    name: str = "gpt2"
+    """Which of tiktoken's own encodings kind "tiktoken" uses."""
+
+    def __post_init__(self):
+        if self.kind not in ("byte", "bpe", "tiktoken"):
+            raise UserError(f"tokenizer.kind is {self.kind!r}; it must be byte, bpe or tiktoken.")
+        size = self.vocab_size
+        if self.kind == "bpe" and not (type(size) is int and 257 <= size <= MAX_VOCAB_SIZE):
+            raise UserError(
+                f"tokenizer.vocab_size is {size!r}; bpe takes a whole number from 257 to {MAX_VOCAB_SIZE}, "
+                "and tokenizer=byte has 256."
+            )
+
+
+def check_at_least(least: int, name: str, value: object) -> None:
+    if type(value) is not int or value < least:
+        raise UserError(f"{name} is {value!r}; it must be a whole number of at least {least}.")

@@ -1,0 +1,281 @@
+"""What happens beside training: metrics, progress, pictures and text, a clean stop."""
+
+import logging
+import math
+import signal
+import statistics
+import sys
+import time
+
+import psutil
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
+from torch.utils.tensorboard.summary import hparams
+from tqdm import tqdm
+
+from data.tokenizer import token_labels
+from model.config import SamplingConfig
+from model.generation import generate
+from model.lightning_module import run_progress
+
+say = logging.getLogger(__name__).info
+
+
+class RunLogger(TensorBoardLogger):
+    """TensorBoard events of one run, straight in its directory."""
+
+    def __init__(self, run_dir: str):
+        super().__init__(run_dir, name="", version="", default_hp_metric=False)
+
+    def save(self) -> None:
+        """Flushes. The parent would also write a hparams.yaml; our config.yaml is that."""
+        self.experiment.flush()
+
+
+FINAL = ("final/val_loss", "final/val_bits_per_byte", "final/step_ms", "final/tokens_per_second")
+
+
+class Metrics(Callback):
+    """Writes the curves of training, every `trainer.log_every_n_steps` steps and at the end.
+
+    `step_ms` is the time of one optimiser step between two synchronisations with the device, after
+    WARMUP_STEPS, without validation, logging, pictures or checkpoints.
+    """
+
+    WARMUP_STEPS = 5
+
+    def __init__(self, hyperparameters: dict[str, object]):
+        self.hyperparameters = hyperparameters
+        self.step_ms_readings: list[float] = []  # one a logging interval
+        self.train_seconds = 0.0  # as step_ms: steps alone
+        self.tokens = 0  # trained on, all ranks
+        self._clock: float | None = None
+        self._interval_seconds, self._interval_steps, self._interval_batches = 0.0, 0, 0
+        self._loss_sum: Tensor | float = 0.0
+
+    @property
+    def step_ms(self) -> float:
+        """Median over logging intervals."""
+        return statistics.median(self.step_ms_readings) if self.step_ms_readings else math.nan
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens trained on per second of steps alone."""
+        return self.tokens / self.train_seconds if self.train_seconds else math.nan
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        """Writes the run's row of TensorBoard's table of hyperparameters; its metrics are the final/ scalars."""
+        for logger in trainer.loggers:
+            metrics = dict.fromkeys(FINAL, 0.0)  # names only: the values are the scalars of these tags
+            for summary in hparams(self.hyperparameters, metrics):
+                logger.experiment.file_writer.add_summary(summary)
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        """Writes the run's final metrics: the best validation, and its speed."""
+        best = module.best_validation
+        values = (best["nats_per_token"], best["bits_per_byte"], self.step_ms, self.tokens_per_second)
+        context_length = module.network.config.context_length
+        for logger in trainer.loggers:
+            logger.log_metrics(dict(zip(FINAL, values, strict=True)), trainer.global_step)
+            # The x axis is the context length, so that runs of several lengths draw one curve.
+            logger.log_metrics({"by_context_length/step_ms": self.step_ms}, context_length)
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Tensor, batch_idx: int) -> None:
+        """Starts the clock, or goes on."""
+        if self._clock is None:
+            self._clock = _now(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs, batch: Tensor, batch_idx: int
+    ) -> None:
+        """Counts the batch; writes where it is time."""
+        self._loss_sum = self._loss_sum + module.last_loss
+        self._interval_batches += 1
+        self.tokens += batch.size(0) * (batch.size(1) - 1) * trainer.world_size
+        if trainer.fit_loop._should_accumulate():  # only added to the gradient: no step yet
+            return
+        self._interval_steps += 1
+        if trainer.global_step == self.WARMUP_STEPS:  # first steps allocate and compile: not a step's time
+            self._stop_clock(trainer)
+            self.train_seconds += self._interval_seconds
+            self._interval_seconds, self._interval_steps = 0.0, 0
+        if trainer.global_step % trainer.log_every_n_steps == 0 or run_progress(trainer) >= 1:
+            self._stop_clock(trainer)
+            self._write(trainer)
+
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        """Stops the clock: validation is not part of a step."""
+        self._stop_clock(trainer)
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer) -> None:
+        """Keeps the gradient norm of a step that will be written, before it is clipped."""
+        if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
+            self.grad_norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
+
+    def _stop_clock(self, trainer: Trainer) -> None:
+        if self._clock is not None:
+            self._interval_seconds += _now(trainer) - self._clock
+            self._clock = None
+
+    def _write(self, trainer: Trainer) -> None:
+        values = {
+            "train/loss": float(self._loss_sum) / self._interval_batches,
+            "train/tokens": self.tokens,
+            "memory/mb": memory_mb(trainer.strategy.root_device),
+        }
+        for group in trainer.optimizers[0].param_groups:
+            values["lr/muon" if group["muon"] else "lr/adamw"] = group["lr"]
+        if trainer.global_step % trainer.log_every_n_steps == 0:
+            values["train/grad_norm"] = float(self.grad_norm)
+        self.train_seconds += self._interval_seconds
+        if self._interval_steps and self._interval_seconds:
+            step_ms = 1000 * self._interval_seconds / self._interval_steps
+            self.step_ms_readings.append(step_ms)
+            values["speed/step_ms"] = step_ms
+            values["speed/tokens_per_second"] = self.tokens_per_second
+        for logger in trainer.loggers:
+            logger.log_metrics(values, trainer.global_step)
+        self._interval_seconds, self._interval_steps, self._interval_batches = 0.0, 0, 0
+        self._loss_sum = 0.0
+
+
+def memory_mb(device: torch.device) -> float:
+    """Most memory taken so far on a GPU, memory of the process on a CPU; MB = 2^20 bytes."""
+    taken = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
+    return taken / 2**20
+
+
+def _now(trainer: Trainer) -> float:
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+    return time.perf_counter()
+
+
+class Progress(ProgressBar):
+    """A bar where the output is a terminal, a line from time to time where it is not."""
+
+    SECONDS_BETWEEN_LINES = 10.0
+    SECONDS_BETWEEN_REFRESHES = 0.2
+
+    def __init__(self, metrics: Metrics):
+        super().__init__()
+        self._metrics = metrics
+        self._bar: tqdm | None = None
+        self._shown = self._started = 0.0
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        """Shows an empty bar."""
+        self._started = self._shown = time.perf_counter()
+        if trainer.is_global_zero and sys.stderr.isatty():
+            self._bar = tqdm(total=1.0, bar_format="{percentage:3.0f}%|{bar}| {desc}", leave=False, dynamic_ncols=True)
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args) -> None:
+        """Shows where the run is, if it is time."""
+        now = time.perf_counter()
+        pace = self.SECONDS_BETWEEN_REFRESHES if self._bar is not None else self.SECONDS_BETWEEN_LINES
+        if now - self._shown < pace or not trainer.is_global_zero:
+            return
+        self._shown, done = now, run_progress(trainer)
+        left = (now - self._started) * (1 - done) / done if done else math.nan
+        state = (
+            f"step {trainer.global_step:,}  loss {float(module.last_loss):.3f}  "
+            f"{self._metrics.tokens / (now - self._started):,.0f} tokens/s  {_minutes(left)} left"
+        )
+        if self._bar is not None:
+            self._bar.n = done
+            self._bar.set_description_str(state)
+        else:
+            say(f"{done:4.0%}  {state}")
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        """One line a validation."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and trainer.is_global_zero:
+            loss = module.validation
+            say(
+                f"step {trainer.global_step:,}: validation {loss['nats_per_token']:.3f} nats per token, "
+                f"{loss['bits_per_byte']:.3f} bits per byte"
+            )
+
+    def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        """Takes the bar away."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def print(self, *args, **kwargs) -> None:
+        """Lightning's own lines, above the bar."""
+        say(" ".join(map(str, args)))
+
+
+def _minutes(seconds: float) -> str:
+    return "?" if math.isnan(seconds) else f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+class Snapshots(Callback):
+    """At every validation: attention maps of a fixed passage as a picture, and a few lines of the model's writing.
+
+    Args:
+        passage: token ids of a validation passage; its first tokens, up to the context, are drawn.
+    """
+
+    TOKENS_DRAWN = 32
+    SAMPLING = SamplingConfig(max_new_tokens=100)
+
+    def __init__(self, passage: list[int]):
+        self.passage = passage[: self.TOKENS_DRAWN]
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        """Draws and writes, at the training step."""
+        if trainer.sanity_checking or trainer.state.fn != "fit" or not trainer.is_global_zero or not trainer.loggers:
+            return
+        from model.attention_picture import draw_attention  # here: matplotlib takes its time, and not every run draws
+
+        writer, step = trainer.logger.experiment, trainer.global_step
+        ids = torch.tensor([self.passage[: module.network.config.context_length]], device=module.device)  # (1, T)
+        maps = [weights[0].float().cpu().numpy() for weights in module.network.attention_maps(ids)]  # (H, T, T) each
+        labels = token_labels(module.tokenizer, ids[0].tolist())
+        writer.add_image("attention", draw_attention(maps, labels, f"step {step:,}"), step, dataformats="HWC")
+
+        start = self.passage[:1]
+        text = module.tokenizer.decode(start + list(generate(module.network, start, self.SAMPLING)))
+        writer.add_text("writing", "\n".join("    " + line for line in text.split("\n")), step)  # a code block
+
+
+class StopOnSignal(Callback):
+    """Ctrl-C or SIGTERM: the step is finished and saved, then training stops. A second Ctrl-C stops at once."""
+
+    def __init__(self, checkpoint: str):
+        self.checkpoint = checkpoint
+        self.received: int | None = None
+        self._before: dict[int, object] = {}
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        """Takes the signals over."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._note)
+
+    def _note(self, number: int, frame) -> None:
+        self.received = number
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def on_train_batch_end(self, trainer: Trainer, *args) -> None:
+        """Saves and stops, if a signal came during the step."""
+        if self.received is not None:
+            trainer.save_checkpoint(self.checkpoint)
+            raise StoppedBySignal(self.received)
+
+    def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        """Gives the signals back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+
+class StoppedBySignal(Exception):
+    """Training was stopped from outside; args[0] is the signal's number."""

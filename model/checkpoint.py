@@ -1,0 +1,98 @@
+"""What a checkpoint holds, and how a network comes back out of one.
+
+A checkpoint is a dictionary of plain values and tensors: Lightning's own entries, and under the key
+`gpt` all it takes to write text: {"model": GPTConfig's fields, "tokenizer": the merges, "step",
+"validation": {"nats_per_token", "bits_per_byte"}}. It loads with weights_only=True, so no file can run code.
+"""
+
+import pickle
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import tiktoken
+import torch
+
+from configs.errors import UserError
+from data.tokenizer import from_plain, to_plain
+from model.config import GPTConfig
+from model.gpt import GPT
+
+NETWORK_PREFIX = "network."  # GPTLightning keeps the GPT under this name
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A trained network, ready to write."""
+
+    path: Path
+    network: GPT
+    tokenizer: tiktoken.Encoding
+    step: int
+    validation: dict[str, float]
+
+    def describe(self) -> str:
+        """One line: what was loaded."""
+        loss = self.validation
+        return (
+            f"{self.path}: step {self.step:,}, {self.network.num_parameters():,} parameters, "
+            f"context {self.network.config.context_length}, tokenizer {self.tokenizer.name} "
+            f"({self.tokenizer.n_vocab:,} tokens), validation {loss['nats_per_token']:.3f} nats per token, "
+            f"{loss['bits_per_byte']:.3f} bits per byte"
+        )
+
+
+def gpt_entry(config: GPTConfig, tokenizer: tiktoken.Encoding, step: int, validation: dict[str, float]) -> dict:
+    """The `gpt` entry of a checkpoint."""
+    return {"model": asdict(config), "tokenizer": to_plain(tokenizer), "step": step, "validation": validation}
+
+
+def load_checkpoint(path: Path, device: str | torch.device = "cpu") -> Checkpoint:
+    """Builds the network and the tokenizer a checkpoint describes, and fills in its weights, strictly.
+
+    Raises:
+        UserError: no such file, not a checkpoint of this project, or weights that do not fit.
+    """
+    entry, weights = _read(path, device)
+    try:
+        network = GPT(GPTConfig(**entry["model"])).to(device)
+        network.load_state_dict(weights)
+        checkpoint = Checkpoint(
+            path, network.eval(), from_plain(entry["tokenizer"]), entry["step"], entry["validation"]
+        )
+    except (KeyError, TypeError, RuntimeError) as error:
+        reason = str(error).split("\n")[0]
+        raise UserError(
+            f"{path} does not fit this version of the project ({reason}). Train again, or use another."
+        ) from error
+    return checkpoint
+
+
+def _read(path: Path, device: str | torch.device) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    if not path.is_file():
+        raise UserError(f"There is no checkpoint {path}. Train one with: python train.py")
+    try:
+        content = torch.load(path, map_location=device, weights_only=True)
+        entry = content["gpt"]
+        weights = {
+            name.removeprefix(NETWORK_PREFIX): tensor
+            for name, tensor in content["state_dict"].items()
+            if name.startswith(NETWORK_PREFIX)
+        }
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, OSError, ValueError) as error:
+        raise UserError(f"{path} is no checkpoint written by train.py, or it is damaged.") from error
+    return entry, weights
+
+
+def find_checkpoint(choice: str | None, runs_dir: str) -> Path:
+    """The checkpoint to use: a .ckpt file, a run directory's best, or the newest run's best.
+
+    Raises UserError where there is none.
+    """
+    if choice is not None:
+        path = Path(choice)
+        return path / "checkpoints" / "best.ckpt" if path.is_dir() else path
+    found = sorted(Path(runs_dir).glob("**/checkpoints/best.ckpt"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise UserError(f"There is no trained run below {runs_dir!r} yet. Train one with: python train.py")
+    return found[-1]

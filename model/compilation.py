@@ -1,0 +1,35 @@
+"""torch.compile where it pays, and eager execution where it cannot work."""
+
+import logging
+
+import torch
+
+from configs.errors import UserError
+from model.gpt import GPT
+
+say = logging.getLogger(__name__).warning
+
+
+def compile_if_wanted(network: GPT, choice: str, device: torch.device) -> None:
+    """Compiles the network in place, keeping the names of its weights; falls back to eager with one warning.
+
+    Args:
+        choice: "true", "false", or "auto": on a GPU only, since a compilation costs a CPU run of a minute
+            more than it brings.
+
+    Raises:
+        UserError: another choice.
+    """
+    choice = str(choice).lower()
+    if choice not in ("auto", "true", "false"):
+        raise UserError(f"compile is {choice!r}, but must be auto, true or false.")
+    if choice == "false" or (choice == "auto" and device.type != "cuda"):
+        return
+    network.compile()
+    ids = torch.zeros(2, network.config.context_length, dtype=torch.long, device=device)  # (B, T)
+    try:  # a missing compiler shows at the first call only
+        network(ids).sum().backward()
+    except Exception as error:  # noqa: BLE001 -- the backend may raise anything
+        network._compiled_call_impl = None
+        say(f"warning: torch.compile does not work here ({type(error).__name__}); going on without it.")
+    network.zero_grad()

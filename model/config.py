@@ -1,0 +1,195 @@
+"""Every default of the network, its optimiser and its sampling, once. Needs no torch."""
+
+from dataclasses import dataclass
+
+from configs.errors import UserError
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Shape and parts of a decoder-only transformer.
+
+    The defaults are GPT-2's parts at a size for two CPU cores. Other families differ in a few
+    fields: see configs/model/llama.yaml and configs/model/nanochat.yaml.
+    """
+
+    vocab_size: int
+    """Number of tokens the model knows. Comes from the tokenizer."""
+    context_length: int = 64
+    """Tokens the model sees at once."""
+    num_layers: int = 4
+    """Blocks on top of each other, each one attention and one MLP."""
+    num_heads: int = 4
+    """Attention heads a layer. Must divide d_model."""
+    num_kv_heads: int | None = None
+    """Key and value heads a layer, each shared by num_heads / num_kv_heads query heads. None: as many as heads."""
+    d_model: int = 128
+    """Width of the residual stream."""
+    mlp_hidden: int | None = None
+    """Width inside the MLP. None: 4 x d_model; for swiglu 8/3 x d_model, so that all MLPs have as many weights."""
+
+    positions: str = "learned"
+    """How a token's place gets in: "learned" (a vector a position) or "rope" (rotated queries and keys)."""
+    rope_base: float = 10_000.0
+    """RoPE's slowest wavelength, in tokens, is about 2 pi times this."""
+    norm: str = "layernorm"
+    """"layernorm" or "rmsnorm"."""
+    norm_affine: bool = True
+    """Whether norms have weights."""
+    norm_eps: float = 1e-5
+    """Added to the variance in every norm."""
+    mlp: str = "gelu"
+    """Non-linearity of the MLP: "gelu" (GPT-2's tanh form), "swiglu" or "relu2" (squared ReLU)."""
+    bias: bool = True
+    """Whether linear layers (and LayerNorm) have biases."""
+    qk_norm: bool = False
+    """Normalise queries and keys, so that no score can blow up."""
+    embedding_norm: bool = False
+    """Normalise the embedding before the first block."""
+    tied_embeddings: bool = True
+    """The output layer shares the token embedding's matrix."""
+    logit_soft_cap: float | None = None
+    """Squash logits smoothly into (-cap, cap)."""
+    dropout: float = 0.0
+    """Share of activations dropped in training: embedding, attention weights, both branches of a block."""
+    init: str = "gpt2"
+    """Which column of GPT.init_weights: "gpt2" or "nanochat"."""
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def mlp_width(self) -> int:
+        if self.mlp_hidden is not None:
+            return self.mlp_hidden
+        # SwiGLU has three matrices where the others have two; multiples of 32 suit vector units.
+        return 4 * self.d_model if self.mlp != "swiglu" else -(-8 * self.d_model // 3 // 32) * 32
+
+    def __post_init__(self):
+        """Refuses what cannot work. Raises UserError."""
+        for name in (
+            "vocab_size",
+            "context_length",
+            "num_layers",
+            "num_heads",
+            "d_model",
+            "num_kv_heads",
+            "mlp_hidden",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"model.{name} is {value}, but must be at least 1.")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise UserError(f"model.{name} is {value!r}, but must be one of {', '.join(choices)}.")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"model.dropout is {self.dropout}, but must be at least 0 and below 1.")
+        for name in ("norm_eps", "rope_base", "logit_soft_cap"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise UserError(f"model.{name} is {value}, but must be a positive number.")
+        check_heads(self.d_model, self.num_heads, self.kv_heads)
+        if self.positions == "rope" and self.head_dim % 2:
+            raise UserError(
+                f"model.positions=rope rotates pairs, but head_dim = d_model {self.d_model} / num_heads {self.num_heads}"
+                f" = {self.head_dim} is odd. Choose model.num_heads so that the quotient is even."
+            )
+
+
+_CHOICES = {
+    "positions": ("learned", "rope"),
+    "norm": ("layernorm", "rmsnorm"),
+    "mlp": ("gelu", "swiglu", "relu2"),
+    "init": ("gpt2", "nanochat"),
+}
+
+
+def check_heads(d_model: int, num_heads: int, num_kv_heads: int) -> None:
+    """Raises UserError unless heads divide the width and key/value heads divide the heads."""
+    if d_model % num_heads:
+        valid = [n for n in range(1, d_model + 1) if d_model % n == 0]
+        raise UserError(
+            f"d_model {d_model} is not divisible by num_heads {num_heads}. "
+            f"Use model.num_heads from {', '.join(map(str, valid))}, or another model.d_model."
+        )
+    if num_heads % num_kv_heads:
+        valid = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+        raise UserError(
+            f"num_heads {num_heads} is not divisible by num_kv_heads {num_kv_heads}. "
+            f"Use model.num_kv_heads from {', '.join(map(str, valid))}."
+        )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """How weights follow gradients."""
+
+    name: str = "muon"
+    """"muon" (Muon for the matrices inside blocks, AdamW for the rest) or "adamw" (AdamW for all)."""
+    lr: float = 3e-3
+    """Peak learning rate of AdamW."""
+    muon_lr: float = 0.02
+    """Peak learning rate of Muon: the size of an update, relative to an orthogonal matrix."""
+    muon_momentum: float = 0.95
+    """Share of Muon's running average kept each step."""
+    beta1: float = 0.9
+    """Share of AdamW's first moment kept each step."""
+    beta2: float = 0.99
+    """Share of AdamW's second moment kept each step."""
+    weight_decay: float = 0.1
+    """Share of a matrix forgotten per unit of learning rate; never applied to vectors and biases."""
+    warmup: float = 0.01
+    """Share of the run over which the learning rate grows from 0."""
+    cooldown: float = 0.5
+    """Share of the run, at its end, over which the learning rate falls linearly to 0."""
+
+    def __post_init__(self):
+        """Refuses what cannot work. Raises UserError."""
+        if self.name not in ("muon", "adamw"):
+            raise UserError(f"optimizer.name is {self.name!r}, but must be one of muon, adamw.")
+        for field in ("lr", "muon_lr"):
+            if not 0 < getattr(self, field) < float("inf"):
+                raise UserError(f"optimizer.{field} is {getattr(self, field)}, but must be above 0.")
+        for field in ("muon_momentum", "beta1", "beta2"):
+            if not 0 <= getattr(self, field) < 1:
+                raise UserError(f"optimizer.{field} is {getattr(self, field)}, but must be at least 0 and below 1.")
+        if not 0 <= self.weight_decay < float("inf"):
+            raise UserError(f"optimizer.weight_decay is {self.weight_decay}, but must be at least 0.")
+        if not (self.warmup >= 0 and self.cooldown >= 0 and self.warmup + self.cooldown <= 1):
+            raise UserError(
+                f"optimizer.warmup {self.warmup} and optimizer.cooldown {self.cooldown} are shares of the run: "
+                "each at least 0, together at most 1."
+            )
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How the next token is drawn."""
+
+    max_new_tokens: int = 300
+    """Tokens to write."""
+    temperature: float = 0.8
+    """Above 1 more daring, below 1 safer; 0 always takes the likeliest token."""
+    top_k: int | None = None
+    """Draw among the k likeliest tokens only. None or 0: among all."""
+    top_p: float | None = None
+    """Draw among the likeliest tokens that together reach this probability only. None or 1: among all."""
+    seed: int = 0
+    """The n-th sample depends on the seed and n alone."""
+
+    def __post_init__(self):
+        """Refuses what cannot work. Raises UserError."""
+        if self.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens is {self.max_new_tokens}, but must be at least 1.")
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"temperature is {self.temperature}, but must be 0 (greedy) or above.")
+        if self.top_k is not None and self.top_k < 0:
+            raise UserError(f"top_k is {self.top_k}, but must be 0 (off) or the number of tokens to draw among.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"top_p is {self.top_p}, but must be above 0 and at most 1 (off).")

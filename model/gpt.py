@@ -1,0 +1,176 @@
+"""The network, bottom-up: norm, MLP, block, GPT. Plain PyTorch; needs torch alone.
+
+A token's way, with shapes as in model/attention.py:
+
+    ids (B, T) -> embedding (B, T, C) -> [x + attention(norm(x)), x + mlp(norm(x))] x num_layers
+               -> norm -> output layer -> logits (B, T, vocab_size)
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.attention import MultiHeadAttention, rope_tables
+from model.config import GPTConfig
+
+
+def build_norm(config: GPTConfig) -> nn.Module:
+    """LayerNorm (arXiv:1607.06450) or RMSNorm (arXiv:1910.07467) over the last dimension."""
+    if config.norm == "layernorm":
+        return nn.LayerNorm(config.d_model, config.norm_eps, config.norm_affine, bias=config.bias)
+    return nn.RMSNorm(config.d_model, config.norm_eps, config.norm_affine)
+
+
+class MLP(nn.Module):
+    """Widens every token on its own, bends, narrows again: (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.kind = config.mlp
+        gates = 2 if config.mlp == "swiglu" else 1  # SwiGLU's gate and value come from one matrix: [gate | value]
+        self.up = nn.Linear(config.d_model, gates * config.mlp_width, bias=config.bias)
+        self.down = nn.Linear(config.mlp_width, config.d_model, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)  # (B, T, mlp_width), twice as wide for swiglu
+        if self.kind == "gelu":
+            h = F.gelu(h, approximate="tanh")
+        elif self.kind == "relu2":  # Primer, arXiv:2109.08668
+            h = F.relu(h).square()
+        else:  # SwiGLU, arXiv:2002.05202
+            gate, value = h.chunk(2, dim=-1)  # (B, T, mlp_width) each
+            h = F.silu(gate) * value
+        return self.down(h)
+
+
+class Block(nn.Module):
+    """Two residual lines: tokens talk to each other, then each thinks alone."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.attention_norm = build_norm(config)
+        self.attention = MultiHeadAttention(
+            config.d_model,
+            config.num_heads,
+            config.num_kv_heads,
+            qkv_bias=config.bias,
+            out_bias=config.bias,
+            qk_norm_eps=config.norm_eps if config.qk_norm else None,
+            dropout=config.dropout,
+        )
+        self.mlp_norm = build_norm(config)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), causal=True, rope=rope))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer (GPT-2, Llama or nanochat, by `config`)."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
+        if config.positions == "learned":
+            self.position_embedding = nn.Embedding(config.context_length, config.d_model)
+        else:
+            cos, sin = rope_tables(config.context_length, config.head_dim, config.rope_base)
+            # Recomputed from the config, so not part of a checkpoint.
+            self.register_buffer("rope_cos", cos, persistent=False)  # (context_length, D)
+            self.register_buffer("rope_sin", sin, persistent=False)
+        self.embedding_norm = build_norm(config) if config.embedding_norm else nn.Identity()
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.final_norm = build_norm(config)
+        self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        if config.tied_embeddings:
+            self.output.weight = self.token_embedding.weight
+        self.init_weights()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits of the next token at every position.
+
+        Args:
+            ids: (B, T) token ids, T <= context_length.
+
+        Returns:
+            (B, T, vocab_size), from which softmax makes probabilities.
+        """
+        x, rope = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, rope)
+        logits = self.output(self.final_norm(x))  # (B, T, vocab_size)
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def embed(self, ids: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """(B, T) ids -> the stream entering the first block (B, T, C), and RoPE's tables (T, D) if it has them."""
+        T = ids.size(1)
+        x = self.token_embedding(ids)  # (B, T, C)
+        if self.config.positions == "learned":
+            x = x + self.position_embedding.weight[:T]
+            rope = None
+        else:
+            rope = self.rope_cos[:T], self.rope_sin[:T]
+        return self.dropout(self.embedding_norm(x)), rope
+
+    @torch.no_grad()
+    def attention_maps(self, ids: Tensor) -> list[Tensor]:
+        """The attention weights of every layer: num_layers tensors (B, H, T, T), rows summing to 1.
+
+        Runs the trained projections, norms and positions through the written-out path, without dropout.
+        """
+        training, maps = self.training, []
+        self.eval()
+        x, rope = self.embed(ids)
+        for block in self.blocks:
+            _, weights = block.attention(block.attention_norm(x), causal=True, rope=rope, need_weights=True)
+            maps.append(weights)
+            x = block(x, rope)
+        self.train(training)
+        return maps
+
+    def num_parameters(self) -> int:
+        """Trainable numbers, shared ones counted once."""
+        return sum(p.numel() for p in self.parameters())
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """All random starts in one table (normal distributions, standard deviations):
+
+        |                               | gpt2                   | nanochat     |
+        |-------------------------------|------------------------|--------------|
+        | token embedding               | 0.02                   | 1            |
+        | position embedding            | 0.02                   | 0.02         |
+        | output layer, where not tied  | 0.02                   | 0.001        |
+        | matrices that read the stream | 0.02                   | 1 / sqrt(C)  |
+        | matrices that write to it     | 0.02 / sqrt(2 x layers)| 0            |
+        | biases 0, norm weights 1      |                        |              |
+
+        Small output weights make the first prediction uniform: the loss starts at ln(vocab_size).
+        """
+        c = self.config
+        gpt2 = c.init == "gpt2"
+        read = 0.02 if gpt2 else c.d_model**-0.5
+        write = 0.02 / math.sqrt(2 * c.num_layers) if gpt2 else 0.0
+        nn.init.normal_(self.token_embedding.weight, std=0.02 if gpt2 or c.tied_embeddings else 1.0)
+        if c.positions == "learned":
+            nn.init.normal_(self.position_embedding.weight, std=0.02)
+        if not c.tied_embeddings:
+            nn.init.normal_(self.output.weight, std=0.02 if gpt2 else 0.001)
+        for block in self.blocks:
+            for layer, std in (
+                (block.attention.in_proj, read),
+                (block.attention.out_proj, write),
+                (block.mlp.up, read),
+                (block.mlp.down, write),
+            ):
+                nn.init.normal_(layer.weight, std=std)
+                if layer.bias is not None:
+                    nn.init.zeros_(layer.bias)

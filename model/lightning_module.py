@@ -1,0 +1,128 @@
+"""What Lightning needs to know to train a GPT: the loss, the validation, the optimiser and its schedule."""
+
+import math
+import random
+
+import lightning.pytorch as pl
+import tiktoken
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Timer
+from torch import Tensor
+
+from configs.errors import UserError
+from data.tokenizer import token_bytes
+from model.checkpoint import gpt_entry
+from model.config import OptimizerConfig
+from model.gpt import GPT
+from model.optimizer import build_optimizer, lr_factor
+
+NO_TARGET = -100  # a position without a next token: cross_entropy's own mark
+
+
+class GPTLightning(pl.LightningModule):
+    """Next-token prediction with a GPT.
+
+    Losses are in nats per token, and as bits per byte of text, which compares across tokenizers.
+    """
+
+    def __init__(self, network: GPT, tokenizer: tiktoken.Encoding, optimizer: OptimizerConfig, seed: int):
+        super().__init__()
+        self.network = network
+        self.tokenizer = tokenizer
+        self.optimizer_config = optimizer
+        self.seed = seed
+        self.validation = self.best_validation = {"nats_per_token": math.inf, "bits_per_byte": math.inf}
+        self.register_buffer("token_bytes", torch.from_numpy(token_bytes(tokenizer)), persistent=False)  # (vocab_size,)
+        self.register_buffer("val_sums", torch.zeros(3, dtype=torch.float64), persistent=False)  # nats, tokens, bytes
+        self.last_loss = torch.tensor(math.nan)
+        self._unchecked: tuple[int, Tensor] | None = None
+
+    # Training
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """batch (B, T + 1) of token ids -> mean loss in nats per token."""
+        if self.network.config.dropout:  # what is dropped depends on (seed, step, rank) alone
+            torch.manual_seed(random.Random(f"{self.seed} {self.batches_done} {self.global_rank}").getrandbits(63))
+        inputs, targets = batch[:, :-1], batch[:, 1:]  # (B, T) each: every token predicts the next one
+        logits = self.network(inputs)  # (B, T, vocab_size)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        self.last_loss = loss.detach()
+        self.refuse_non_finite(self.last_loss)
+        return loss
+
+    def refuse_non_finite(self, loss: Tensor) -> None:
+        """Stops the run at a loss that is no number. Raises UserError.
+
+        On a CPU before the step is taken; elsewhere one step late, so that the device never has to be waited for.
+        """
+        step = self.global_step
+        if loss.device.type != "cpu":
+            (step, loss), self._unchecked = self._unchecked or (step, torch.zeros(())), (step, loss)
+        if not math.isfinite(loss):
+            raise UserError(
+                f"The loss is {loss.item()} at step {step}, so training stopped; checkpoints written before are good. "
+                "Lower optimizer.lr and optimizer.muon_lr, set trainer.gradient_clip_val=1.0, or use "
+                "trainer.precision=32-true."
+            )
+
+    def on_train_batch_end(self, *args) -> None:
+        """Ends the run where its bound is reached, after one more validation: the last weights count too."""
+        if run_progress(self.trainer) >= 1:
+            self.trainer.should_stop = True
+
+    @property
+    def batches_done(self) -> int:
+        """Training batches of this run so far, on this rank, over all epochs and resumptions."""
+        return self.trainer.fit_loop.epoch_loop.batch_progress.total.processed
+
+    # Validation
+
+    def on_validation_epoch_start(self) -> None:
+        """Starts the sums anew."""
+        self.val_sums.zero_()
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Adds up a batch of (B, T) inputs and targets; a target of -100 does not count."""
+        inputs, targets = batch
+        logits = self.network(inputs).float()  # (B, T, vocab_size)
+        nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=NO_TARGET)
+        counted = targets[targets != NO_TARGET]
+        self.val_sums += torch.stack([nats, torch.tensor(counted.numel()), self.token_bytes[counted].sum()]).double()
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs nats per token and bits per byte over all validation tokens of all ranks."""
+        nats, tokens, num_bytes = self.trainer.strategy.reduce(self.val_sums, reduce_op="sum").tolist()
+        self.validation = {"nats_per_token": nats / tokens, "bits_per_byte": nats / num_bytes / math.log(2)}
+        self.best_validation = min(self.validation, self.best_validation, key=lambda loss: loss["nats_per_token"])
+        self.log("val/loss", self.validation["nats_per_token"])
+        self.log("val/bits_per_byte", self.validation["bits_per_byte"])
+
+    # Optimiser
+
+    def configure_optimizers(self) -> dict:
+        """One optimiser; its learning rates follow the share of the run that is over."""
+        optimizer = build_optimizer(self.network, self.optimizer_config)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda _: lr_factor(run_progress(self.trainer), self.optimizer_config)
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        """Adds all it takes to sample."""
+        checkpoint["gpt"] = gpt_entry(self.network.config, self.tokenizer, self.global_step, self.validation)
+
+
+def run_progress(trainer: pl.Trainer) -> float:
+    """Share of the run that is over, 0 to 1: of its steps, epochs or time, whichever is further."""
+    shares = [0.0]
+    if trainer.max_steps and trainer.max_steps > 0:
+        shares.append(trainer.global_step / trainer.max_steps)
+    if trainer.max_epochs and trainer.max_epochs > 0 and math.isfinite(trainer.num_training_batches):
+        batches = trainer.fit_loop.epoch_loop.batch_progress.total.processed
+        shares.append(batches / (trainer.max_epochs * trainer.num_training_batches))
+    for timer in trainer.callbacks:
+        if isinstance(timer, Timer) and timer.time_remaining() is not None:
+            elapsed, left = timer.time_elapsed(), timer.time_remaining()
+            shares.append(elapsed / (elapsed + left))
+    return min(1.0, max(shares))

@@ -1,0 +1,134 @@
+"""The optimisers, each one torch.optim.Optimizer, and the learning-rate schedule."""
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor, nn
+
+from model.config import OptimizerConfig
+
+
+def lr_factor(progress: float, config: OptimizerConfig) -> float:
+    """The learning rate as a share of its peak: up over `warmup`, level, down to 0 over `cooldown`.
+
+    Args:
+        progress: share of the run that is over, 0 to 1.
+    """
+    up = progress / config.warmup if config.warmup else 1.0
+    down = (1 - progress) / config.cooldown if config.cooldown else 1.0
+    return max(0.0, min(1.0, up, down))
+
+
+def build_optimizer(network: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """One optimiser for all weights of a GPT; decay only on matrices.
+
+    Muon takes the matrices inside `network.blocks`. Embeddings and the output layer stay with AdamW:
+    their rows are tokens, each of which has few updates of its own.
+    """
+    block_matrices = {p for p in network.blocks.parameters() if p.ndim == 2} if config.name == "muon" else set()
+    rest = [p for p in network.parameters() if p not in block_matrices]
+    adamw = {"lr": config.lr, "muon": False}
+    groups = [
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay, **adamw},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0, **adamw},
+        {
+            "params": [p for p in network.parameters() if p in block_matrices],
+            "weight_decay": config.weight_decay,
+            "lr": config.muon_lr,
+            "momentum": config.muon_momentum,
+            "muon": True,
+        },
+    ]
+    groups = [group for group in groups if group["params"]]
+    # On CPU the default AdamW is a Python loop over parameters; the fused one is a single kernel.
+    fused = all(p.device.type in ("cpu", "cuda", "mps") for p in network.parameters())
+    return MuonAdamW(groups, betas=(config.beta1, config.beta2), fused=fused)
+
+
+class MuonAdamW(torch.optim.AdamW):
+    """AdamW for groups with `muon=False`, Muon for groups with `muon=True`.
+
+    Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) replaces the momentum of a matrix by the
+    nearest orthogonal matrix, so that every direction learns at one speed. An update is larger for tall
+    matrices, by (rows / columns)^0.5.
+    """
+
+    def __init__(self, groups: list[dict], **options):
+        super().__init__(groups, **options)
+        # Fused AdamW divides out a gradient scaler's factor itself; Muon does not, so the scaler has to.
+        self._step_supports_amp_scaling = False
+
+    def __setstate__(self, state: dict) -> None:
+        """Takes a saved state. AdamW's own version wants a step count in every state; Muon's have none."""
+        torch.optim.Optimizer.__setstate__(self, state)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One update of every parameter that has a gradient. Returns what the closure returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self.param_groups
+        try:
+            self.param_groups = [group for group in groups if not group["muon"]]
+            super().step()
+        finally:
+            self.param_groups = groups
+        for group in groups:
+            if group["muon"]:
+                self._muon_step(group)
+        return loss
+
+    def _muon_step(self, group: dict) -> None:
+        params = [p for p in group["params"] if p.grad is not None]
+        if not params:
+            return
+        for p in params:
+            if "momentum" not in self.state[p]:
+                self.state[p]["momentum"] = torch.zeros_like(p)
+        grads, averages = [p.grad for p in params], [self.state[p]["momentum"] for p in params]
+        torch._foreach_lerp_(averages, grads, 1 - group["momentum"])
+        updates = torch._foreach_lerp(grads, averages, group["momentum"])  # Nesterov: look one step ahead
+
+        by_shape = defaultdict(list)
+        for p, update in zip(params, updates, strict=True):
+            by_shape[p.shape].append((p, update))
+        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        for (rows, columns), pairs in by_shape.items():
+            orthogonal = orthogonalise(torch.stack([update for _, update in pairs]))  # (n, rows, columns)
+            size = group["lr"] * max(1, rows / columns) ** 0.5
+            torch._foreach_add_([p for p, _ in pairs], list(orthogonal.unbind()), alpha=-size)
+
+
+# Coefficients of the odd quintic a x + b x^3 + c x^5 for five rounds (Polar Express, Amsel et al. 2025,
+# arXiv:2505.16932, table for 5 iterations): each round is the best next step for what the last one left.
+_QUINTICS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+
+def orthogonalise(g: Tensor) -> Tensor:
+    """Moves the singular values of each matrix close to 1, by five matrix polynomials.
+
+    Args:
+        g: (n, rows, columns), any floating type. bfloat16 is used inside on CUDA only: CPUs without
+            bfloat16 units are slower in it.
+
+    Returns:
+        (n, rows, columns), singular values between about 0.86 and 1.14, unless they started tiny.
+    """
+    x = g.bfloat16() if g.is_cuda else g
+    tall = x.size(-2) > x.size(-1)
+    if tall:
+        x = x.mT  # the products below are of the smaller side
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-7)  # all singular values at most 1
+    for a, b, c in _QUINTICS:
+        gram = x @ x.mT  # (n, small, small)
+        poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b G + c G^2
+        x = torch.baddbmm(x, poly, x, beta=a)  # a X + (b G + c G^2) X
+    return (x.mT if tall else x).to(g.dtype)

@@ -1,0 +1,102 @@
+"""Lightning's Trainer from the `trainer` group of the config: times such as 5m, and `auto`."""
+
+import inspect
+import re
+from datetime import timedelta
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from configs.errors import UserError
+
+DEFAULT_TIME = timedelta(seconds=90)
+
+
+def build_trainer(options: dict[str, Any], validations: int, batches_per_epoch: int, **ours: Any) -> Trainer:
+    """A Trainer with the user's options; `ours` are logger, callbacks and the like.
+
+    Args:
+        options: what `resolve` made of the `trainer` group.
+        validations: passes over the validation split, evenly spread; the last one is at the end of the run.
+
+    Raises:
+        UserError: an option Lightning does not have, or a value it does not take.
+    """
+    if "val_check_interval" not in options and "check_val_every_n_epoch" not in options:
+        options |= {
+            "check_val_every_n_epoch": None,
+            "val_check_interval": every(options, validations, batches_per_epoch),
+        }
+    try:
+        return Trainer(**ours, **options)
+    except (MisconfigurationException, TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"trainer: {' '.join(str(error).split())}") from error
+
+
+def resolve(options: dict[str, Any]) -> dict[str, Any]:
+    """Options as Lightning takes them: times as timedelta, `auto` decided, unknown names refused."""
+    known = inspect.signature(Trainer.__init__).parameters
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, n=3)
+            mend = f"Did you mean {' or '.join(f'trainer.{n}' for n in near)}?" if near else "See Lightning's Trainer."
+            raise UserError(f"trainer.{name} is no option of Lightning's Trainer. {mend}")
+    for name in ("max_steps", "max_epochs", "accumulate_grad_batches", "log_every_n_steps"):
+        value = options.get(name)
+        if value not in (None, -1) and (type(value) is not int or value < 1):
+            raise UserError(f"trainer.{name} is {value!r}, but must be a whole number of at least 1.")
+    options = {"max_epochs": -1, **options}
+    bounded = _given(options, "max_steps") or _given(options, "max_epochs")
+    if options.get("max_time") == "auto":
+        options["max_time"] = None if bounded else DEFAULT_TIME
+    elif options.get("max_time") is not None:
+        options["max_time"] = parse_duration(options["max_time"])
+    elif not bounded:
+        raise UserError(
+            "trainer: nothing ends this run. Give trainer.max_time, trainer.max_steps or trainer.max_epochs."
+        )
+    if options.get("precision") == "auto":
+        on_gpu = options.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+        options["precision"] = "bf16-mixed" if on_gpu and torch.cuda.is_bf16_supported(False) else "32-true"
+    return options
+
+
+def _given(options: dict[str, Any], bound: str) -> bool:
+    return options.get(bound) not in (None, -1)
+
+
+def every(options: dict[str, Any], validations: int, batches_per_epoch: int) -> int | timedelta:
+    """How far apart validations are: batches if the run is bounded by steps or epochs, else time."""
+    if validations < 1:
+        raise UserError(f"validations is {validations}, but must be at least 1: the best checkpoint is chosen by it.")
+    batches = []
+    if _given(options, "max_steps"):
+        batches.append(options["max_steps"] * options.get("accumulate_grad_batches", 1))
+    if _given(options, "max_epochs"):
+        batches.append(options["max_epochs"] * batches_per_epoch)
+    return max(1, -(-min(batches) // validations)) if batches else options["max_time"] / validations
+
+
+def parse_duration(text: Any) -> timedelta:
+    """90, "60s", "5m", "1h30m" or Lightning's own "DD:HH:MM:SS" as a timedelta. Raises UserError."""
+    if isinstance(text, (int, float)) and not isinstance(text, bool) and 0 < text < 1e9:
+        return timedelta(seconds=text)
+    if isinstance(text, dict):
+        return timedelta(**text)
+    if match := re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", str(text).strip()):
+        days, hours, minutes, seconds = map(int, match.groups())
+        duration = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    else:
+        pattern = r"(?:([\d.]+)d)?(?:([\d.]+)h)?(?:([\d.]+)m(?:in)?)?(?:([\d.]+)s)?"
+        match = re.fullmatch(pattern, str(text).replace(" ", ""))
+        try:
+            parts = [float(part or 0) for part in match.groups()] if match else [0.0]
+        except ValueError:
+            parts = [0.0]
+        duration = timedelta(**dict(zip(("days", "hours", "minutes", "seconds"), parts, strict=False)))
+    if not duration:
+        raise UserError(f"trainer.max_time is {text!r}, but must be a time such as 60s, 5m, 1h30m or 00:01:30:00.")
+    return duration

@@ -1,0 +1,393 @@
+"""AdamW is PyTorch's, Muon the published one; each is one optimiser that saves, resumes and is scheduled."""
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from configs import schema
+from configs.command_line import compose
+from configs.errors import UserError
+from model import optimizer as optimizer_module
+from model.config import GPTConfig, OptimizerConfig
+from model.gpt import GPT
+from model.optimizer import build_optimizer, lr_factor, orthogonalise
+
+TINY = {"vocab_size": 30, "context_length": 8, "num_layers": 2, "num_heads": 2, "d_model": 16}
+NAMES = ("adamw", "muon")
+
+
+def network(**fields) -> GPT:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(**{**TINY, **fields}))
+
+
+def set_random_gradients(gpt: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in gpt.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+def learn(gpt: GPT, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> list[float]:
+    """Real steps on batches that depend on the step's number alone; returns the losses."""
+    losses = []
+    for step in range(first, first + steps):
+        ids = torch.randint(30, (4, 9), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = F.cross_entropy(gpt(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+# Which parameter goes where
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("fields", [{}, {"tied_embeddings": False, "norm": "rmsnorm", "bias": False, "mlp": "swiglu"}])
+def test_every_parameter_is_in_exactly_one_group(name, fields):
+    gpt = network(**fields)
+    grouped = [
+        id(p) for group in build_optimizer(gpt, OptimizerConfig(name=name)).param_groups for p in group["params"]
+    ]
+    assert sorted(grouped) == sorted(id(p) for p in gpt.parameters())
+
+
+def test_muon_takes_the_matrices_inside_blocks_and_nothing_else():
+    gpt = network(tied_embeddings=False)
+    groups = build_optimizer(gpt, OptimizerConfig(name="muon")).param_groups
+    muon = {id(p) for group in groups if group["muon"] for p in group["params"]}
+    assert muon == {id(p) for path, p in gpt.named_parameters() if path.startswith("blocks.") and p.ndim == 2}
+    assert len(muon) == 4 * TINY["num_layers"]
+    assert not any(group["muon"] for group in build_optimizer(gpt, OptimizerConfig(name="adamw")).param_groups)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decay_shrinks_matrices_and_leaves_vectors_alone(name):
+    gpt = network()
+    config = OptimizerConfig(name=name, lr=0.1, muon_lr=0.3, weight_decay=0.5)
+    optimizer = build_optimizer(gpt, config)
+    before = {path: p.detach().clone() for path, p in gpt.named_parameters()}
+    for p in gpt.parameters():
+        p.grad = torch.zeros_like(p)  # no direction, so decay alone moves a weight
+    optimizer.step()
+    for path, p in gpt.named_parameters():
+        lr = 0.3 if name == "muon" and path.startswith("blocks.") else 0.1
+        assert_close(p.data, before[path] * (1 - lr * 0.5) if p.ndim == 2 else before[path], msg=path)
+
+
+# AdamW
+
+
+def test_adamw_equals_that_of_torch_step_by_step():
+    ours = network()
+    theirs = copy.deepcopy(ours)
+    config = OptimizerConfig(name="adamw", lr=0.01, beta1=0.8, beta2=0.97, weight_decay=0.2)
+    optimizer = build_optimizer(ours, config)
+    reference = torch.optim.AdamW(
+        [
+            {"params": [p for p in theirs.parameters() if p.ndim == 2], "weight_decay": 0.2},
+            {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+        betas=(0.8, 0.97),
+        foreach=False,
+    )
+    for step in range(6):
+        for group in optimizer.param_groups + reference.param_groups:
+            group["lr"] = 0.01 / (step + 1)
+        for gpt in (ours, theirs):
+            set_random_gradients(gpt, seed=step)
+        optimizer.step()
+        reference.step()
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert_close(p, q, atol=1e-6, rtol=1e-5)
+
+
+# Muon
+
+LOW, HIGH = 0.855, 1.145  # the documented 0.86 and 1.14, to two decimals
+SHAPES = [(16, 16), (8, 32), (32, 8), (1, 12), (12, 1)]
+
+
+def with_singular_values(rows: int, columns: int, values: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix with these singular values, and the orthogonal matrix nearest to it."""
+    torch.manual_seed(rows)
+    u = torch.linalg.qr(torch.randn(rows, len(values))).Q
+    v = torch.linalg.qr(torch.randn(columns, len(values))).Q
+    return u * values @ v.T, u @ v.T
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_orthogonalise_brings_singular_values_near_one(shape, scale):
+    values = torch.logspace(0, -2.3, min(shape))  # from 1 down to 0.005
+    g, orthogonal = with_singular_values(*shape, values)
+    result = orthogonalise(scale * g[None])[0]
+    singular = torch.linalg.svdvals(result)
+    assert singular.min() > LOW
+    assert singular.max() < HIGH
+    # The directions stay: what is left of the nearest orthogonal matrix is the error of the singular values.
+    assert torch.linalg.matrix_norm(result - orthogonal, ord=2) < 0.15
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_orthogonalise_of_noise_stays_below_the_upper_edge(shape):
+    torch.manual_seed(0)
+    singular = torch.linalg.svdvals(orthogonalise(torch.randn(20, *shape)))
+    assert singular.max() < HIGH
+    if shape[0] != shape[1]:  # square noise has singular values near 0
+        assert singular.min() > LOW
+
+
+def test_orthogonalise_takes_each_matrix_of_a_batch_on_its_own():
+    torch.manual_seed(0)
+    batch = torch.randn(5, 12, 7) * torch.logspace(-3, 3, 5)[:, None, None]
+    alone = torch.cat([orthogonalise(g[None]) for g in batch])
+    assert_close(orthogonalise(batch), alone, atol=1e-4, rtol=1e-4)
+
+
+def test_orthogonalise_leaves_zero_zero():
+    assert (orthogonalise(torch.zeros(2, 4, 6)) == 0).all()
+
+
+def test_orthogonalise_keeps_the_type():
+    assert orthogonalise(torch.randn(1, 4, 6, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_muon_step_equals_a_plain_loop_over_matrices():
+    ours = network()
+    config = OptimizerConfig(name="muon", muon_lr=0.05, muon_momentum=0.9, weight_decay=0.3)
+    optimizer = build_optimizer(ours, config)
+    matrices = {path: p for path, p in ours.named_parameters() if path.startswith("blocks.") and p.ndim == 2}
+    weights = {path: p.detach().clone() for path, p in matrices.items()}
+    averages = {path: torch.zeros_like(p) for path, p in matrices.items()}
+    for step in range(4):
+        set_random_gradients(ours, seed=step)
+        optimizer.step()
+        for path, p in matrices.items():
+            rows, columns = p.shape
+            averages[path] = 0.9 * averages[path] + 0.1 * p.grad
+            update = 0.9 * averages[path] + 0.1 * p.grad
+            direction = orthogonalise(update[None])[0]
+            decayed = weights[path] * (1 - 0.05 * 0.3)
+            weights[path] = decayed - 0.05 * math.sqrt(max(1, rows / columns)) * direction
+            assert_close(p.data, weights[path], atol=1e-5, rtol=1e-4, msg=path)
+
+
+def test_muon_equals_that_of_torch_where_both_orthogonalise_fully(monkeypatch):
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("this PyTorch has no torch.optim.Muon")
+    # The two use different polynomials that stop early. With the classic one, which converges, both must
+    # agree up to the bfloat16 of PyTorch's.
+    classic, rounds = (1.875, -1.25, 0.375), 40
+    monkeypatch.setattr(optimizer_module, "_QUINTICS", rounds * (classic,))
+    ours = network()
+    theirs = copy.deepcopy(ours)
+    optimizer = build_optimizer(ours, OptimizerConfig(name="muon", muon_lr=0.05, muon_momentum=0.9, weight_decay=0.3))
+    reference = torch.optim.Muon(
+        [p for p in theirs.blocks.parameters() if p.ndim == 2],
+        lr=0.05,
+        momentum=0.9,
+        weight_decay=0.3,
+        ns_coefficients=classic,
+        ns_steps=rounds,
+        adjust_lr_fn="original",
+    )
+    for step in range(3):
+        before = [p.detach().clone() for p in ours.blocks.parameters()]
+        for gpt in (ours, theirs):
+            set_random_gradients(gpt, seed=step)
+        optimizer.step()
+        reference.step()
+        for old, p, q in zip(before, ours.blocks.parameters(), theirs.blocks.parameters(), strict=True):
+            if p.ndim == 2:
+                assert (p - q).norm() < 0.03 * (p - old).norm()
+        theirs.load_state_dict(ours.state_dict())
+
+
+# One optimiser
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_falls_on_a_batch_it_sees_again_and_again(name):
+    gpt = network()
+    optimizer = build_optimizer(gpt, OptimizerConfig(name=name, lr=0.01))
+    losses = [learn(gpt, optimizer, steps=1)[0] for _ in range(40)]
+    assert losses[0] == pytest.approx(math.log(30), rel=0.02)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_and_loaded_state_continues_bit_for_bit(name):
+    whole = network()
+    whole_optimizer = build_optimizer(whole, OptimizerConfig(name=name))
+    expected = learn(whole, whole_optimizer, steps=8)
+
+    stopped = network()
+    optimizer = build_optimizer(stopped, OptimizerConfig(name=name))
+    losses = learn(stopped, optimizer, steps=4)
+    file = io.BytesIO()
+    torch.save({"network": stopped.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+
+    resumed = GPT(GPTConfig(**TINY))
+    resumed.load_state_dict(saved["network"])
+    optimizer = build_optimizer(resumed, OptimizerConfig(name=name))
+    optimizer.load_state_dict(saved["optimizer"])
+    assert losses + learn(resumed, optimizer, steps=4, first=4) == expected
+    assert same(resumed, whole)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_copied_optimizer_continues_bit_for_bit(name):
+    gpt = network()
+    optimizer = build_optimizer(gpt, OptimizerConfig(name=name))
+    learn(gpt, optimizer, steps=2)
+    twin, twin_optimizer = copy.deepcopy((gpt, optimizer))
+    assert learn(gpt, optimizer, steps=2) == learn(twin, twin_optimizer, steps=2)
+    assert same(gpt, twin)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_scheduled_and_cleared_like_any_optimizer(name):
+    gpt, config = network(), OptimizerConfig(name=name, lr=0.01, muon_lr=0.04, warmup=0.25, cooldown=0.5)
+    optimizer = build_optimizer(gpt, config)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    peaks = [0.04 if group["muon"] else 0.01 for group in optimizer.param_groups]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step / 8, config))
+    for factor in (0, 0.5, 1, 1, 1, 0.75, 0.5, 0.25, 0):
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([factor * peak for peak in peaks])
+        before = copy.deepcopy(gpt)
+        learn(gpt, optimizer, steps=1)
+        assert same(gpt, before) == (factor == 0)
+        schedule.step()
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in gpt.parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_closure_is_called_with_gradients_on_and_its_loss_returned(name):
+    gpt = network()
+    optimizer = build_optimizer(gpt, OptimizerConfig(name=name))
+    before = copy.deepcopy(gpt)
+
+    def closure() -> Tensor:
+        loss = gpt(torch.arange(8)[None]).square().mean()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == pytest.approx(before(torch.arange(8)[None]).square().mean().item())
+    assert not same(gpt, before)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_without_gradient_stay(name):
+    gpt = network()
+    optimizer = build_optimizer(gpt, OptimizerConfig(name=name))
+    before = copy.deepcopy(gpt)
+    optimizer.step()
+    assert same(gpt, before)
+    set_random_gradients(gpt.blocks[1], seed=0)
+    optimizer.step()
+    assert same(gpt.blocks[0], before.blocks[0])
+    assert not any(
+        torch.equal(p, q) for p, q in zip(gpt.blocks[1].parameters(), before.blocks[1].parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_scaler_changes_no_step_and_skips_an_infinite_one(name):
+    plain, scaled = network(), network()
+    optimizers = [build_optimizer(gpt, OptimizerConfig(name=name)) for gpt in (plain, scaled)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for seed in range(3):
+        for gpt in (plain, scaled):
+            set_random_gradients(gpt, seed)
+        scaler.scale(torch.zeros(()))  # a scaler wakes up with the first loss it scales
+        for p in scaled.parameters():
+            p.grad *= 1024
+        optimizers[0].step()
+        scaler.step(optimizers[1])
+        scaler.update()
+        assert same(plain, scaled)
+    before = copy.deepcopy(scaled)
+    for p in scaled.parameters():
+        p.grad.fill_(math.inf)
+    scaler.step(optimizers[1])
+    assert same(scaled, before)
+
+
+# The schedule
+
+
+def test_learning_rate_grows_stays_and_falls_to_zero():
+    config = OptimizerConfig(warmup=0.1, cooldown=0.4)
+    factors = [lr_factor(step / 1000, config) for step in range(1001)]
+    assert factors[0] == factors[1000] == 0
+    assert factors[50] == pytest.approx(0.5)
+    assert factors[800] == pytest.approx(0.5)
+    assert set(factors[101:600]) == {1.0}
+    assert factors[:100] == sorted(set(factors[:100]))
+    assert factors[600:] == sorted(set(factors[600:]), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "cooldown", "expected"),
+    [
+        (0, 0, [1, 1, 1, 1, 1]),
+        (0, 0.5, [1, 1, 1, 0.5, 0]),
+        (0.5, 0, [0, 0.5, 1, 1, 1]),
+        (0.5, 0.5, [0, 0.5, 1, 0.5, 0]),
+    ],
+)
+def test_warmup_and_cooldown_may_be_absent_or_fill_the_run(warmup, cooldown, expected):
+    config = OptimizerConfig(warmup=warmup, cooldown=cooldown)
+    assert [lr_factor(progress, config) for progress in (0, 0.25, 0.5, 0.75, 1)] == pytest.approx(expected)
+
+
+def test_learning_rate_is_never_negative():
+    assert lr_factor(1.01, OptimizerConfig()) == 0  # a time limit may be overrun
+
+
+# The config
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_yaml_file_gives_the_optimizer_of_its_name(name):
+    assert schema.build(OptimizerConfig, compose("train", [f"optimizer={name}"]).optimizer).name == name
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"name": "sgd"}, ["name is 'sgd'", "muon, adamw"]),
+        ({"lr": 0.0}, ["optimizer.lr is 0.0", "above 0"]),
+        ({"lr": math.nan}, ["optimizer.lr is nan"]),
+        ({"muon_lr": -0.1}, ["muon_lr is -0.1", "above 0"]),
+        ({"lr": math.inf}, ["optimizer.lr is inf"]),
+        ({"muon_momentum": 1.0}, ["muon_momentum is 1.0", "below 1"]),
+        ({"beta1": -0.1}, ["beta1 is -0.1", "at least 0"]),
+        ({"beta2": 1.0}, ["beta2 is 1.0", "below 1"]),
+        ({"weight_decay": -1.0}, ["weight_decay is -1.0", "at least 0"]),
+        ({"warmup": -0.1}, ["warmup -0.1", "at least 0"]),
+        ({"warmup": 0.6, "cooldown": 0.5}, ["warmup 0.6", "cooldown 0.5", "at most 1"]),
+    ],
+    ids=lambda value: ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_config_that_cannot_work_is_refused_by_name_and_value(fields, said):
+    with pytest.raises(UserError) as refusal:
+        OptimizerConfig(**fields)
+    assert "\n" not in str(refusal.value)
+    assert [part for part in said if part not in str(refusal.value)] == []

@@ -1,0 +1,162 @@
+"""Trains a GPT:  python train.py [key=value ...]      the keys: configs/train.yaml
+
+Text -> tokens -> batches -> network -> Lightning -> a run directory with checkpoints, TensorBoard
+events, the config and summary.json.
+"""
+
+import json
+import logging
+import math
+import platform
+import sys
+import time
+import warnings
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from configs.command_line import run
+from configs.run_directory import job_start, log_to, new_run_dir, save_config
+from configs.schema import build
+from data.config import DataConfig, TokenizerConfig
+from model.config import GPTConfig, OptimizerConfig, SamplingConfig
+
+VERSION = "0.1.0"
+say = logging.getLogger("train").info
+
+
+def main(config: DictConfig) -> None:
+    """One training run, from the config to the summary. Raises UserError for what the user can mend."""
+    started = job_start()
+    # What can be refused without the text, and without the slow imports, is refused first.
+    optimizer_config = build(OptimizerConfig, config.optimizer)
+    data_config = build(DataConfig, config.data)
+    tokenizer_config = build(TokenizerConfig, config.tokenizer)
+    build(GPTConfig, config.model, vocab_size=1)
+
+    from lightning.pytorch import seed_everything
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from data.module import TextData
+    from model.callbacks import Metrics, Progress, RunLogger, Snapshots, StopOnSignal, StoppedBySignal
+    from model.compilation import compile_if_wanted
+    from model.gpt import GPT
+    from model.lightning_module import GPTLightning
+    from model.trainer import build_trainer, resolve
+
+    log_to(None)
+    warnings.filterwarnings("ignore", module="lightning|torch")
+    seed_everything(config.seed, verbose=False)
+    data = TextData(data_config, tokenizer_config, config.model.context_length, config.seed)
+    data.prepare()
+    network = GPT(build(GPTConfig, config.model, vocab_size=data.vocab_size))
+    module = GPTLightning(network, data.tokenizer, optimizer_config, config.seed)
+
+    options = resolve(OmegaConf.to_container(config.trainer, resolve=True))
+
+    run_dir = new_run_dir(config)
+    log_to(run_dir)
+    checkpoints = run_dir / "checkpoints"
+    metrics = Metrics(hyperparameters(config, network))
+    trainer = build_trainer(
+        options,
+        config.validations,
+        len(data.train_dataloader()),
+        default_root_dir=run_dir,
+        logger=RunLogger(str(run_dir)),
+        callbacks=[
+            metrics,
+            Progress(metrics),
+            Snapshots(data.val_passage(Snapshots.TOKENS_DRAWN).tolist()),
+            StopOnSignal(checkpoints / "last.ckpt"),
+            ModelCheckpoint(
+                checkpoints, "best", monitor="val/loss", save_weights_only=True, enable_version_counter=False
+            ),
+            ModelCheckpoint(checkpoints, "last", enable_version_counter=False),
+        ],
+        num_sanity_val_steps=0,
+        enable_model_summary=False,
+    )
+    compile_if_wanted(network, config.compile, trainer.strategy.root_device)
+    save_config(config, run_dir)
+    say(data.describe())
+    say(describe(network, trainer))
+    try:
+        trainer.fit(module, datamodule=data)
+    except StoppedBySignal as stop:
+        say(f"stopped at step {trainer.global_step:,}; saved {checkpoints / 'last.ckpt'}")
+        sys.exit(128 + stop.args[0])
+    if trainer.is_global_zero:
+        finish(run_dir, module, trainer, metrics, started)
+
+
+def describe(network, trainer) -> str:
+    """Two lines: what is trained and where; the loss at the start, from which one sees how far it has come."""
+    c = network.config
+    return (
+        f"{network.num_parameters():,} parameters: {c.num_layers} layers, {c.num_heads} heads, width {c.d_model}, "
+        f"context {c.context_length}; on {trainer.strategy.root_device} in {trainer.precision}\n"
+        f"a uniform guess over {c.vocab_size:,} tokens costs {math.log(c.vocab_size):.3f} nats per token: the loss "
+        "starts there"
+    )
+
+
+def hyperparameters(config: DictConfig, network) -> dict[str, int | float | str | bool]:
+    """Every choice of the run as one flat row, for TensorBoard's table."""
+    groups = OmegaConf.to_container(config, resolve=True)
+    groups["model"] = asdict(network.config)
+    row = {"seed": groups["seed"], "parameters": network.num_parameters()}
+    for group in ("model", "data", "tokenizer", "optimizer", "trainer"):
+        for name, value in groups[group].items():
+            row[f"{group}.{name}"] = value if isinstance(value, (int, float, str, bool)) else str(value)
+    return row
+
+
+def finish(run_dir: Path, module, trainer, metrics, started: float) -> None:
+    """Writes the final metrics and summary.json, and prints them with a few lines of the best checkpoint's writing."""
+    from model.checkpoint import load_checkpoint
+    from model.generation import generate
+
+    best = load_checkpoint(run_dir / "checkpoints" / "best.ckpt")
+    start = best.tokenizer.encode_ordinary("\n")
+    text = best.tokenizer.decode(list(generate(best.network, start, SamplingConfig(max_new_tokens=150))))
+    summary = {
+        "val_nats_per_token": best.validation["nats_per_token"],
+        "val_bits_per_byte": best.validation["bits_per_byte"],
+        "seconds": round(time.time() - started, 2),
+        "steps": trainer.global_step,
+        "tokens": metrics.tokens,
+        "tokens_per_second": round(metrics.tokens_per_second, 1),
+        "step_ms": round(metrics.step_ms, 3),
+        "context_length": best.network.config.context_length,
+        "parameters": best.network.num_parameters(),
+        "checkpoint": str(best.path.relative_to(run_dir)),
+        "best_step": best.step,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": metadata.version("torch"),
+            "lightning": metadata.version("lightning"),
+            "tiny_gpt": VERSION,
+        },
+    }
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    place = shown(run_dir)
+    say(
+        f"\nbest validation loss {summary['val_nats_per_token']:.3f} nats per token, "
+        f"{summary['val_bits_per_byte']:.3f} bits per byte, at step {best.step:,} of {trainer.global_step:,}\n"
+        f"{summary['seconds']:.0f} seconds in all; {summary['tokens_per_second']:,.0f} tokens per second in training\n"
+        f"run directory: {place}\n\n" + "\n".join(line for line in text.split("\n") if line.strip()[:1]) + "\n\n"
+        f'more of its writing:    python sample.py checkpoint={place} prompt="To be, or not"\n'
+        f"curves and attention:   tensorboard --logdir {place.parent} --samples_per_plugin images=100"
+    )
+
+
+def shown(path: Path) -> Path:
+    """The path as one would type it here."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+if __name__ == "__main__":
+    run(main, "train")
