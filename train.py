@@ -4,6 +4,8 @@ Text -> tokens -> batches -> network -> Lightning -> a run directory with checkp
 events, the config and summary.json.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 import math
@@ -14,14 +16,21 @@ import warnings
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
 from configs.command_line import run
-from configs.run_directory import job_start, log_to, new_run_dir, save_config
+from configs.run_directory import job_start, log_to, new_run_dir, removed_if_refused, save_config
 from configs.schema import build
 from data.config import DataConfig, TokenizerConfig
 from model.config import GPTConfig, OptimizerConfig, SamplingConfig
+
+if TYPE_CHECKING:  # the slow imports are in main: a mistake on the command line is answered before them
+    from lightning.pytorch import Trainer
+
+    from model.callbacks import Metrics
+    from model.gpt import GPT
 
 VERSION = "0.1.0"
 say = logging.getLogger("train").info
@@ -37,10 +46,9 @@ def main(config: DictConfig) -> None:
     build(GPTConfig, config.model, vocab_size=1)
 
     from lightning.pytorch import seed_everything
-    from lightning.pytorch.callbacks import ModelCheckpoint
 
     from data.module import TextData
-    from model.callbacks import Metrics, Progress, RunLogger, Snapshots, StopOnSignal, StoppedBySignal
+    from model.callbacks import KeepCheckpoint, Metrics, Progress, RunLogger, Snapshots, StopOnSignal, StoppedBySignal
     from model.compilation import compile_if_wanted
     from model.gpt import GPT
     from model.lightning_module import GPTLightning
@@ -48,51 +56,51 @@ def main(config: DictConfig) -> None:
 
     log_to(None)
     warnings.filterwarnings("ignore", module="lightning|torch")
+    options = resolve(OmegaConf.to_container(config.trainer, resolve=True))
     seed_everything(config.seed, verbose=False)
+
     data = TextData(data_config, tokenizer_config, config.model.context_length, config.seed)
     data.prepare()
     network = GPT(build(GPTConfig, config.model, vocab_size=data.vocab_size))
     module = GPTLightning(network, data.tokenizer, optimizer_config, config.seed)
-
-    options = resolve(OmegaConf.to_container(config.trainer, resolve=True))
+    metrics = Metrics(hyperparameters(config, network))
 
     run_dir = new_run_dir(config)
-    log_to(run_dir)
-    checkpoints = run_dir / "checkpoints"
-    metrics = Metrics(hyperparameters(config, network))
-    trainer = build_trainer(
-        options,
-        config.validations,
-        len(data.train_dataloader()),
-        default_root_dir=run_dir,
-        logger=RunLogger(str(run_dir)),
-        callbacks=[
-            metrics,
-            Progress(metrics),
-            Snapshots(data.val_passage(Snapshots.TOKENS_DRAWN).tolist()),
-            StopOnSignal(checkpoints / "last.ckpt"),
-            ModelCheckpoint(
-                checkpoints, "best", monitor="val/loss", save_weights_only=True, enable_version_counter=False
-            ),
-            ModelCheckpoint(checkpoints, "last", enable_version_counter=False),
-        ],
-        num_sanity_val_steps=0,
-        enable_model_summary=False,
-    )
-    compile_if_wanted(network, config.compile, trainer.strategy.root_device)
+    best, last = run_dir / "checkpoints" / "best.ckpt", run_dir / "checkpoints" / "last.ckpt"
+    with removed_if_refused(run_dir):
+        trainer = build_trainer(
+            options,
+            config.validations,
+            len(data.train_dataloader()),
+            default_root_dir=run_dir,
+            logger=RunLogger(str(run_dir)),
+            callbacks=[
+                metrics,
+                Progress(metrics),
+                Snapshots(data.val_passage(Snapshots.TOKENS_DRAWN).tolist()),
+                StopOnSignal(last),
+                KeepCheckpoint(best, monitor="val/loss", save_weights_only=True),
+                KeepCheckpoint(last),
+            ],
+            num_sanity_val_steps=0,
+            enable_model_summary=False,
+        )
+        compile_if_wanted(network, config.compile, trainer.strategy.root_device)
+
     save_config(config, run_dir)
+    log_to(run_dir)
     say(data.describe())
     say(describe(network, trainer))
     try:
         trainer.fit(module, datamodule=data)
     except StoppedBySignal as stop:
-        say(f"stopped at step {trainer.global_step:,}; saved {checkpoints / 'last.ckpt'}")
+        say(f"stopped at step {trainer.global_step:,}; saved {shown(last)}")
         sys.exit(128 + stop.args[0])
     if trainer.is_global_zero:
-        finish(run_dir, module, trainer, metrics, started)
+        finish(run_dir, best, trainer, metrics, started)
 
 
-def describe(network, trainer) -> str:
+def describe(network: GPT, trainer: Trainer) -> str:
     """Two lines: what is trained and where; the loss at the start, from which one sees how far it has come."""
     c = network.config
     return (
@@ -103,7 +111,7 @@ def describe(network, trainer) -> str:
     )
 
 
-def hyperparameters(config: DictConfig, network) -> dict[str, int | float | str | bool]:
+def hyperparameters(config: DictConfig, network: GPT) -> dict[str, int | float | str | bool]:
     """Every choice of the run as one flat row, for TensorBoard's table."""
     groups = OmegaConf.to_container(config, resolve=True)
     groups["model"] = asdict(network.config)
@@ -114,12 +122,12 @@ def hyperparameters(config: DictConfig, network) -> dict[str, int | float | str 
     return row
 
 
-def finish(run_dir: Path, module, trainer, metrics, started: float) -> None:
-    """Writes the final metrics and summary.json, and prints them with a few lines of the best checkpoint's writing."""
+def finish(run_dir: Path, checkpoint: Path, trainer: Trainer, metrics: Metrics, started: float) -> None:
+    """Writes summary.json and prints it, with a few lines of the best checkpoint's writing."""
     from model.checkpoint import load_checkpoint
     from model.generation import generate
 
-    best = load_checkpoint(run_dir / "checkpoints" / "best.ckpt")
+    best = load_checkpoint(checkpoint)
     start = best.tokenizer.encode_ordinary("\n")
     text = best.tokenizer.decode(list(generate(best.network, start, SamplingConfig(max_new_tokens=150))))
     summary = {

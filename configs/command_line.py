@@ -1,5 +1,6 @@
 """From the command line to a config, and from any mistake of the user to one line."""
 
+import dataclasses
 import difflib
 import os
 import re
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
@@ -89,7 +91,7 @@ def explain(error: Exception, config_name: str) -> str:
 
 def refuse_unknown(config: DictConfig, config_name: str) -> None:
     """Raises UserError for a key that Hydra let in because of a leading +."""
-    known = known_keys(config_name)
+    known = [f.name for f in dataclasses.fields(schema.ROOTS[config_name])]
     for key in config:
         if key not in known:
             raise UserError(unknown_key(str(key), config_name))
@@ -104,6 +106,7 @@ def unknown_key(key: str, config_name: str) -> str:
 
 def known_keys(config_name: str) -> list[str]:
     """Every dotted key of the default config."""
+    GlobalHydra.instance().clear()  # a run that failed may have left it in use
     config = OmegaConf.to_container(compose(config_name, []))
     keys: list[str] = []
 

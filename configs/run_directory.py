@@ -3,6 +3,10 @@
 import logging
 import os
 import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -34,6 +38,17 @@ def new_run_dir(config: DictConfig) -> Path:
         run_dir = make_new_dir(Path(config.runs_dir).absolute(), time_stamp())
     os.environ[_INHERITED] = str(run_dir)
     return run_dir
+
+
+@contextmanager
+def removed_if_refused(run_dir: Path) -> Iterator[None]:
+    """Takes the directory away again where the user's choices cannot work: nothing half-made stays."""
+    try:
+        yield
+    except UserError:
+        log_to(None)
+        shutil.rmtree(run_dir, ignore_errors=True)
+        raise
 
 
 @cache  # Hydra asks more than once in a sweep, and means the same directory
@@ -91,14 +106,10 @@ class _Screen(logging.Handler):
         tqdm.write(self.format(record))
 
 
-@cache
-def _first_job() -> list[bool]:
-    return [True]
+_job_starts: list[float] = []
 
 
 def job_start() -> float:
-    """When this run began, in seconds since the epoch: the process's own start, or in a sweep the job's."""
-    flag = _first_job()
-    started = psutil.Process().create_time() if flag[0] else datetime.now().timestamp()
-    flag[0] = False
-    return started
+    """When this run began, in seconds since the epoch: for the first of a process, when the process did."""
+    _job_starts.append(time.time() if _job_starts else psutil.Process().create_time())
+    return _job_starts[-1]

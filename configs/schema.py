@@ -60,13 +60,16 @@ class SampleSchema(_thawed(SamplingConfig)):
     runs_dir: str = MISSING
 
 
+ROOTS = {"train": TrainSchema, "sample": SampleSchema}
+
+
 def register() -> None:
     """Makes the schemas known to Hydra, as `schema` in every group, and what YAML may compute."""
     OmegaConf.register_new_resolver("div", lambda a, b: max(1, int(a) // int(b)), replace=True)
     OmegaConf.register_new_resolver("new_sweep_dir", new_sweep_dir, replace=True)
     store = ConfigStore.instance().store
-    store(name="train_schema", node=TrainSchema)
-    store(name="sample_schema", node=SampleSchema)
+    for name, root in ROOTS.items():
+        store(name=f"{name}_schema", node=root)
     groups = {"model": GPTConfig, "data": DataConfig, "tokenizer": TokenizerConfig, "optimizer": OptimizerConfig}
     for group, config_class in groups.items():
         store(group=group, name="schema", node=_thawed(config_class))

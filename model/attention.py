@@ -78,7 +78,12 @@ class MultiHeadAttention(nn.Module):
 
         Returns:
             (B, T, C); with need_weights also the weights, (B, H, T, S), each row summing to 1.
+
+        Raises:
+            ValueError: both a mask and causal.
         """
+        if causal and mask is not None:
+            raise ValueError("causal=True already is a mask; give only one of mask and causal")
         q, k, v = self.project(query, key, value, rope)
         mask = mask.bool() if mask is not None else None
         if need_weights:

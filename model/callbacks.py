@@ -6,11 +6,12 @@ import signal
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 from torch.utils.tensorboard.summary import hparams
@@ -247,10 +248,22 @@ class Snapshots(Callback):
         writer.add_text("writing", "\n".join("    " + line for line in text.split("\n")), step)  # a code block
 
 
+class KeepCheckpoint(ModelCheckpoint):
+    """Writes one file at every validation, or, with `monitor`, where that metric is the lowest so far.
+
+    The file keeps its name (Lightning would number it, or put = into it, which Hydra cannot take).
+    """
+
+    def __init__(self, path: Path, monitor: str | None = None, save_weights_only: bool = False):
+        super().__init__(
+            path.parent, path.stem, monitor, save_weights_only=save_weights_only, enable_version_counter=False
+        )
+
+
 class StopOnSignal(Callback):
     """Ctrl-C or SIGTERM: the step is finished and saved, then training stops. A second Ctrl-C stops at once."""
 
-    def __init__(self, checkpoint: str):
+    def __init__(self, checkpoint: Path):
         self.checkpoint = checkpoint
         self.received: int | None = None
         self._before: dict[int, object] = {}

@@ -97,8 +97,8 @@ class GPTConfig:
         check_heads(self.d_model, self.num_heads, self.kv_heads)
         if self.positions == "rope" and self.head_dim % 2:
             raise UserError(
-                f"model.positions=rope rotates pairs, but head_dim = d_model {self.d_model} / num_heads {self.num_heads}"
-                f" = {self.head_dim} is odd. Choose model.num_heads so that the quotient is even."
+                f"model.positions=rope rotates pairs, but head_dim = d_model {self.d_model} / num_heads "
+                f"{self.num_heads} = {self.head_dim} is odd. Choose model.num_heads so that the quotient is even."
             )
 
 

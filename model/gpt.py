@@ -146,7 +146,7 @@ class GPT(nn.Module):
 
         |                               | gpt2                   | nanochat     |
         |-------------------------------|------------------------|--------------|
-        | token embedding               | 0.02                   | 1            |
+        | token embedding               | 0.02                   | 1 (tied 0.02)|
         | position embedding            | 0.02                   | 0.02         |
         | output layer, where not tied  | 0.02                   | 0.001        |
         | matrices that read the stream | 0.02                   | 1 / sqrt(C)  |

@@ -202,6 +202,12 @@ def test_masked_scores_are_minus_infinity_before_the_softmax(mask, expected):
     assert_close(F.scaled_dot_product_attention(q, k, v, mask.bool()[None]), weights)
 
 
+def test_a_hidden_key_gets_nothing_however_low_the_visible_scores():
+    q, k, v = torch.ones(1, 1, 1, 1), torch.tensor([[[[-1e30], [0.0]]]]), torch.eye(2)[None, None]
+    _, weights = written_out_attention(q, k, v, torch.tensor([1, 0]))
+    assert weights.flatten().tolist() == [1, 0]
+
+
 def test_scores_are_divided_by_the_root_of_the_head_width():
     q, k = torch.randn(2, 3, QUERIES, 16), torch.randn(2, 3, KEYS, 16)
     _, weights = written_out_attention(q, k, k)
