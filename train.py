@@ -49,6 +49,7 @@ def main(config: DictConfig) -> None:
 
     from data.module import TextData
     from model.callbacks import KeepCheckpoint, Metrics, Progress, RunLogger, Snapshots, StopOnSignal, StoppedBySignal
+    from model.checkpoint import record_validation
     from model.compilation import compile_if_wanted
     from model.gpt import GPT
     from model.lightning_module import GPTLightning
@@ -73,7 +74,7 @@ def main(config: DictConfig) -> None:
             config.validations,
             len(data.train_dataloader()),
             default_root_dir=run_dir,
-            logger=RunLogger(str(run_dir)),
+            logger=RunLogger(run_dir),
             callbacks=[
                 metrics,
                 Progress(metrics),
@@ -96,7 +97,9 @@ def main(config: DictConfig) -> None:
     except StoppedBySignal as stop:
         say(f"stopped at step {trainer.global_step:,}; saved {shown(last)}")
         sys.exit(128 + stop.args[0])
+    trainer.validate(module, data.whole_validation(), ckpt_path=best, verbose=False)
     if trainer.is_global_zero:
+        record_validation(best, module.validation)
         finish(run_dir, best, trainer, metrics, started)
 
 
@@ -130,6 +133,10 @@ def finish(run_dir: Path, checkpoint: Path, trainer: Trainer, metrics: Metrics, 
     best = load_checkpoint(checkpoint)
     start = best.tokenizer.encode_ordinary("\n")
     text = best.tokenizer.decode(list(generate(best.network, start, SamplingConfig(max_new_tokens=150))))
+    speed = (metrics.step_ms, metrics.tokens_per_second)
+    trainer.logger.log_final(
+        (*best.validation.values(), *speed), trainer.global_step, best.network.config.context_length
+    )
     summary = {
         "val_nats_per_token": best.validation["nats_per_token"],
         "val_bits_per_byte": best.validation["bits_per_byte"],

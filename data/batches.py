@@ -93,7 +93,7 @@ class TrainBatches:
 
 
 class ValBatches:
-    """The split from its start, windows side by side: each of its N - 1 targets exactly once.
+    """Windows of the split side by side: each target at most once, and all N - 1 of them without `limit_tokens`.
 
     Only the first id is no target; the last window is padded. With several ranks, rank r takes every
     world_size-th window from the r-th on, so some may get a batch more than others.
@@ -109,9 +109,9 @@ class ValBatches:
         world_size: int = 1,
         val_fraction: float | None = None,
     ):
-        """At most `limit_tokens` targets (`data.val_tokens`). Raises UserError if N < 2.
+        """`limit_tokens` keeps about so many targets, in windows evenly spread over the split.
 
-        `val_fraction` is only there to be named in the message.
+        `val_fraction` is only there to be named in the message. Raises UserError if N < 2.
         """
         if len(tokens) < 2:
             raise UserError(
@@ -121,9 +121,10 @@ class ValBatches:
         self.tokens = tokens.view(np.ndarray)
         self.context_length = context_length
         self.batch_size = batch_size
-        self.num_targets = min(len(tokens) - 1, limit_tokens or len(tokens))
+        self.num_targets = len(tokens) - 1
         num_windows = -(-self.num_targets // context_length)
-        self.windows = range(rank, num_windows, world_size)
+        kept = min(num_windows, -(-(limit_tokens or self.num_targets) // context_length))
+        self.windows = (np.arange(kept) * num_windows // kept)[rank::world_size]
 
     def __len__(self) -> int:
         return -(-len(self.windows) // self.batch_size)
@@ -131,7 +132,7 @@ class ValBatches:
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Inputs and targets, (B, T) int64 each; the last batch has fewer rows."""
         for first in range(0, len(self.windows), self.batch_size):
-            windows = np.array(self.windows[first : first + self.batch_size])  # (B,)
+            windows = self.windows[first : first + self.batch_size]  # (B,)
             at = windows[:, None] * self.context_length + np.arange(self.context_length)  # (B, T)
             padding = at >= self.num_targets
             at[padding] = 0

@@ -14,9 +14,10 @@ class DataConfig:
     val_fraction: float = 0.1
     """Share of the bytes, at the end of the text, that is kept from training."""
     batch_size: int = 24
-    """Windows a training batch on each device. Validation keeps no gradients and takes four times as many."""
-    val_tokens: int | None = None
-    """Predict only so many tokens of the validation split; None is all of them."""
+    """Windows a batch on each device."""
+    val_tokens: int | None = 32_768
+    """Validations during training predict so many tokens, evenly spread over the split; None is all of them.
+    The final figure is always over the whole split."""
     cache_dir: str | None = None
     """Where learned merges and encoded text are kept; None is `.cache` in the project."""
 

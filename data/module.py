@@ -48,8 +48,8 @@ class TextData(lightning.LightningDataModule):
         self.train_tokens = load_tokens(train, tokenizer, cache_dir)
         self.val_tokens = load_tokens(val, tokenizer, cache_dir)
         self.bytes_per_token = val.num_bytes / len(self.val_tokens)
-        self._train_batches()
-        self._val_batches()  # both now, for their errors
+        self.train_dataloader()
+        self.val_dataloader()  # both now, for their errors
         self.tokenizer = tokenizer
 
     def setup(self, stage: str | None = None) -> None:
@@ -64,36 +64,42 @@ class TextData(lightning.LightningDataModule):
             f"{text}, {self.corpus.num_bytes:,} bytes; {self.tokenizer.name} tokenizer, vocabulary "
             f"{self.vocab_size:,}, {self.bytes_per_token:.2f} bytes a token; "
             f"{len(self.train_tokens):,} tokens to train on, {len(self.val_tokens):,} to validate ({origin})"
+            + self._describe_limit()
         )
 
+    def _describe_limit(self) -> str:
+        limit = self.config.val_tokens
+        if limit is None or limit >= len(self.val_tokens) - 1:
+            return ""
+        return f"\nvalidations during training see {limit:,} tokens of these (data.val_tokens); the last one sees all"
+
     def train_dataloader(self) -> TrainBatches:
-        return self._train_batches()
+        """Training batches from where the trainer is."""
+        return TrainBatches(
+            self.train_tokens, self.context_length, self.config.batch_size, self.seed, *self._rank(), self._steps_done
+        )
 
     def val_dataloader(self) -> ValBatches:
-        return self._val_batches()
+        """What validations during training see: `val_tokens` of the split."""
+        return self._val_batches(self.config.val_tokens)
+
+    def whole_validation(self) -> ValBatches:
+        """The whole validation split, each token once."""
+        return self._val_batches(None)
 
     def val_passage(self, num_tokens: int) -> torch.Tensor:
         """First ids of the validation split, (n,) int64, n <= num_tokens: the same ones in every picture."""
         return torch.from_numpy(self.val_tokens[:num_tokens].astype(np.int64))
 
-    def _train_batches(self) -> TrainBatches:
-        return TrainBatches(
-            self.train_tokens,
-            self.context_length,
-            self.config.batch_size,
-            self.seed,
-            *self._rank(),
-            self._steps_done,
-        )
-
-    def _val_batches(self) -> ValBatches:
+    def _val_batches(self, limit_tokens: int | None) -> ValBatches:
+        config = self.config
         return ValBatches(
             self.val_tokens,
             self.context_length,
-            4 * self.config.batch_size,
-            self.config.val_tokens,
+            config.batch_size,
+            limit_tokens,
             *self._rank(),
-            val_fraction=self.config.val_fraction,
+            val_fraction=config.val_fraction,
         )
 
     def _rank(self) -> tuple[int, int]:

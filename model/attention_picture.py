@@ -19,6 +19,7 @@ def draw_attention(maps: list[np.ndarray], labels: list[str], title: str = "") -
     Returns:
         The picture, (height, width, 3) uint8.
     """
+    labels = [label.replace("$", r"\$") for label in labels]  # no formulas
     num_layers, num_heads, T = len(maps), *maps[0].shape[:2]
     cell = 0.11 * T + 0.25  # inches: a token needs 0.11 to be legible
     margin = 0.085 * max(map(len, labels)) + 0.35  # room for the longest label
@@ -46,8 +47,9 @@ def draw_attention(maps: list[np.ndarray], labels: list[str], title: str = "") -
                 color="white", fontsize=7,
             )  # fmt: skip
             # Only the outer maps carry labels: all share the same tokens.
-            axes.set_xticks(range(T), labels if layer == num_layers - 1 else [], rotation=90)
-            axes.set_yticks(range(T), labels if head == 0 else [])
+            bottom, left = layer == num_layers - 1, head == 0
+            axes.set_xticks(range(T) if bottom else [], labels if bottom else [], rotation=90)
+            axes.set_yticks(range(T) if left else [], labels if left else [])
             axes.tick_params(labelsize=7, length=1.5, width=0.4, pad=1.5, labelfontfamily="monospace")
     scale = figure.add_axes((1 - 0.75 / width, margin / height, 0.12 / width, 1 - (margin + 0.5) / height))
     bar = figure.colorbar(image, cax=scale)

@@ -26,17 +26,31 @@ say = logging.getLogger(__name__).info
 
 
 class RunLogger(TensorBoardLogger):
-    """TensorBoard events of one run, straight in its directory."""
+    """TensorBoard events of one run, in one file, straight in its directory."""
 
-    def __init__(self, run_dir: str):
-        super().__init__(run_dir, name="", version="", default_hp_metric=False)
+    FINAL = ("final/val_loss", "final/val_bits_per_byte", "final/step_ms", "final/tokens_per_second")
+
+    def __init__(self, run_dir: Path):
+        super().__init__(str(run_dir), name="", version="", default_hp_metric=False)
+
+    def log_final(self, values: tuple[float, ...], step: int, context_length: int) -> None:
+        """Writes the run's final metrics, in the order of FINAL.
+
+        The step time also goes to a tag whose x axis is the context length, so that runs of several lengths
+        draw one curve.
+        """
+        final = dict(zip(self.FINAL, values, strict=True))
+        self.log_metrics(final, step)
+        self.log_metrics({"by_context_length/step_ms": final["final/step_ms"]}, context_length)
+        self.save()
 
     def save(self) -> None:
         """Flushes. The parent would also write a hparams.yaml; our config.yaml is that."""
         self.experiment.flush()
 
-
-FINAL = ("final/val_loss", "final/val_bits_per_byte", "final/step_ms", "final/tokens_per_second")
+    def finalize(self, status: str) -> None:
+        """Flushes. The parent would close the file at the end of fit, and the final metrics open another."""
+        self.save()
 
 
 class Metrics(Callback):
@@ -70,19 +84,9 @@ class Metrics(Callback):
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Writes the run's row of TensorBoard's table of hyperparameters; its metrics are the final/ scalars."""
         for logger in trainer.loggers:
-            metrics = dict.fromkeys(FINAL, 0.0)  # names only: the values are the scalars of these tags
+            metrics = dict.fromkeys(RunLogger.FINAL, 0.0)  # names only: the values are the scalars of these tags
             for summary in hparams(self.hyperparameters, metrics):
                 logger.experiment.file_writer.add_summary(summary)
-
-    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        """Writes the run's final metrics: the best validation, and its speed."""
-        best = module.best_validation
-        values = (best["nats_per_token"], best["bits_per_byte"], self.step_ms, self.tokens_per_second)
-        context_length = module.network.config.context_length
-        for logger in trainer.loggers:
-            logger.log_metrics(dict(zip(FINAL, values, strict=True)), trainer.global_step)
-            # The x axis is the context length, so that runs of several lengths draw one curve.
-            logger.log_metrics({"by_context_length/step_ms": self.step_ms}, context_length)
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Tensor, batch_idx: int) -> None:
         """Starts the clock, or goes on."""

@@ -47,6 +47,15 @@ def gpt_entry(config: GPTConfig, tokenizer: tiktoken.Encoding, step: int, valida
     return {"model": asdict(config), "tokenizer": to_plain(tokenizer), "step": step, "validation": validation}
 
 
+def record_validation(path: Path, validation: dict[str, float]) -> None:
+    """Replaces the validation figures in a checkpoint, by those over the whole split."""
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    content["gpt"]["validation"] = validation
+    temporary = path.with_suffix(".tmp")
+    torch.save(content, temporary)
+    temporary.replace(path)
+
+
 def load_checkpoint(path: Path, device: str | torch.device = "cpu") -> Checkpoint:
     """Builds the network and the tokenizer a checkpoint describes, and fills in its weights, strictly.
 

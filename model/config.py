@@ -17,7 +17,7 @@ class GPTConfig:
     """Number of tokens the model knows. Comes from the tokenizer."""
     context_length: int = 64
     """Tokens the model sees at once."""
-    num_layers: int = 4
+    num_layers: int = 2
     """Blocks on top of each other, each one attention and one MLP."""
     num_heads: int = 4
     """Attention heads a layer. Must divide d_model."""

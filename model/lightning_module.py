@@ -32,7 +32,7 @@ class GPTLightning(pl.LightningModule):
         self.tokenizer = tokenizer
         self.optimizer_config = optimizer
         self.seed = seed
-        self.validation = self.best_validation = {"nats_per_token": math.inf, "bits_per_byte": math.inf}
+        self.validation = {"nats_per_token": math.nan, "bits_per_byte": math.nan}  # the last one's
         self.register_buffer("token_bytes", torch.from_numpy(token_bytes(tokenizer)), persistent=False)  # (vocab_size,)
         self.register_buffer("val_sums", torch.zeros(3, dtype=torch.float64), persistent=False)  # nats, tokens, bytes
         self.last_loss = torch.tensor(math.nan)
@@ -91,12 +91,12 @@ class GPTLightning(pl.LightningModule):
         self.val_sums += torch.stack([nats, torch.tensor(counted.numel()), self.token_bytes[counted].sum()]).double()
 
     def on_validation_epoch_end(self) -> None:
-        """Logs nats per token and bits per byte over all validation tokens of all ranks."""
+        """Nats per token and bits per byte over the validation tokens of all ranks; logged if in training."""
         nats, tokens, num_bytes = self.trainer.strategy.reduce(self.val_sums, reduce_op="sum").tolist()
         self.validation = {"nats_per_token": nats / tokens, "bits_per_byte": nats / num_bytes / math.log(2)}
-        self.best_validation = min(self.validation, self.best_validation, key=lambda loss: loss["nats_per_token"])
-        self.log("val/loss", self.validation["nats_per_token"])
-        self.log("val/bits_per_byte", self.validation["bits_per_byte"])
+        if self.trainer.state.fn == "fit":
+            self.log("val/loss", self.validation["nats_per_token"])
+            self.log("val/bits_per_byte", self.validation["bits_per_byte"])
 
     # Optimiser
 

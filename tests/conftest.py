@@ -1,6 +1,232 @@
-"""Shared by all tests."""
+"""Shared by all tests: one tiny training run as a user starts it, and ways to start more, cheaply."""
 
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
 import torch
+from filelock import FileLock
+from hydra.core.global_hydra import GlobalHydra
+
+import sample
+import train
+from configs.command_line import compose, one_line_errors, run
 
 # Tiny tensors gain nothing from a second thread, and several test processes would fight over the cores.
 torch.set_num_threads(1)
+
+PROJECT = Path(__file__).resolve().parents[1]
+SHAPE = (
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.d_model=32",
+    "model.context_length=16",
+    "data.batch_size=4",
+    "tokenizer.vocab_size=300",
+)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A process that has ended, or a call that stands for one; `dir` is the newest run directory it made."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+    dir: str = ""
+
+    @property
+    def path(self) -> Path:
+        return Path(self.dir)
+
+    @property
+    def summary(self) -> dict:
+        return json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+
+    @property
+    def error(self) -> str:
+        """The one line of a refusal, and nothing else."""
+        assert self.returncode == 2, self
+        assert self.stderr.startswith("error: ") and self.stderr.count("\n") == 1, self.stderr
+        assert self.stderr.endswith("\n") and "Traceback" not in self.stderr + self.stdout, self
+        return self.stderr
+
+
+def newest(runs: Path) -> str:
+    found = sorted((path for path in runs.glob("*") if path.is_dir()), key=lambda path: path.stat().st_mtime_ns)
+    return str(found[-1]) if found else ""
+
+
+@pytest.fixture(scope="session")
+def clean_environment() -> dict[str, str]:
+    """The environment of a process of its own: one thread, and no settings that another test left."""
+    ours = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    left_out = ("TINY_GPT_RUN_DIR", "HYDRA_FULL_ERROR", "LOCAL_RANK")
+    return {name: value for name, value in os.environ.items() if name not in left_out} | ours
+
+
+@pytest.fixture(scope="session")
+def start(clean_environment) -> Callable[..., subprocess.Popen]:
+    """start("train.py", *arguments) is that process, with pipes."""
+
+    def started(script: str, *arguments: str, env: dict[str, str] | None = None, cwd=PROJECT, prefix=()):
+        return subprocess.Popen(
+            [*prefix, sys.executable, str(PROJECT / script), *arguments],
+            env=clean_environment | (env or {}),
+            cwd=cwd,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    return started
+
+
+@pytest.fixture(scope="session")
+def call(start) -> Callable[..., Finished]:
+    """call("train.py", *arguments) runs that to its end."""
+
+    def called(script: str, *arguments: str, stdin: str = "", runs: Path | None = None, **options) -> Finished:
+        began = time.perf_counter()
+        process = start(script, *arguments, **options)
+        try:
+            out, err = process.communicate(stdin.encode(), timeout=120)
+        finally:
+            process.kill()
+        seconds = time.perf_counter() - began
+        return Finished(process.returncode, out.decode(), err.decode(), seconds, newest(runs) if runs else "")
+
+    return called
+
+
+def write_text(path: Path, num_lines: int) -> Path:
+    """Lines of eight words in random order: there is something to learn, and soon no more."""
+    words = "the king and queen of night day love death sweet thou art no more than what we are speak my lord".split()
+    draw = random.Random(0)
+    lines = [" ".join(draw.choice(words) for _ in range(8)).capitalize() + "." for _ in range(num_lines)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "words.txt", 120)
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def tiny(text_file, cache_dir) -> tuple[str, ...]:
+    """Overrides of a run that takes a moment; it still needs a runs_dir and an end."""
+    return (*SHAPE, f"data.corpus={text_file}", f"data.cache_dir={cache_dir}", "trainer.log_every_n_steps=5")
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory, worker_id, call) -> Finished:
+    """One real training run of 40 steps with 5 validations. All worker processes share it: look, don't touch."""
+    alone = worker_id == "master"
+    folder = tmp_path_factory.mktemp("tiny_run") if alone else tmp_path_factory.getbasetemp().parent / "tiny_run"
+    record = folder / "finished.json"
+    folder.mkdir(exist_ok=True)
+    with FileLock(folder / "lock"):
+        if not record.is_file():
+            text = write_text(folder / "words.txt", 120)
+            finished = call(
+                "train.py",
+                *SHAPE,
+                f"data.corpus={text}",
+                f"data.cache_dir={folder / 'cache'}",
+                f"runs_dir={folder / 'runs'}",
+                "trainer.log_every_n_steps=5",
+                "trainer.max_steps=40",
+                runs=folder / "runs",
+            )
+            record.write_text(json.dumps(asdict(finished)), encoding="utf-8")
+    return Finished(**json.loads(record.read_text(encoding="utf-8")))
+
+
+@pytest.fixture
+def train_here(tmp_path, tiny, monkeypatch, capfd) -> Callable[..., Finished]:
+    """train_here(*overrides) is `python train.py` with a tiny run's overrides, in this process: seconds less."""
+    runs = tmp_path / "runs"
+
+    def trained(*overrides: str) -> Finished:
+        monkeypatch.setattr(sys, "argv", ["train.py", *tiny, f"runs_dir={runs}", *overrides])
+        return _as_process(lambda: run(train.main, "train"), monkeypatch, capfd, runs)
+
+    return trained
+
+
+@pytest.fixture
+def refuse(tmp_path, monkeypatch, capfd) -> Callable[..., str]:
+    """refuse("train", *arguments) is the one line with which that is refused; nothing is left on the disk."""
+    runs = tmp_path / "runs"
+
+    def refused(script: str, *arguments: str) -> str:
+        where = () if any(argument.startswith("runs_dir=") for argument in arguments) else (f"runs_dir={runs}",)
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *where, *arguments])
+
+        def sampled():
+            with one_line_errors("sample"):
+                sample.main(compose("sample", sys.argv[1:]))
+
+        task = sampled if script == "sample" else lambda: run(train.main, "train")
+        finished = _as_process(task, monkeypatch, capfd, runs)
+        assert not any(runs.glob("*")), list(runs.glob("**/*"))
+        return finished.error
+
+    return refused
+
+
+def _as_process(task: Callable[[], None], monkeypatch, capfd, runs: Path) -> Finished:
+    """Runs the task as if in a process of its own: what it sets for all of a process is set back."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    root.handlers[:] = []
+    capfd.readouterr()
+    began, code = time.perf_counter(), 0
+    try:
+        with monkeypatch.context() as patch, warnings.catch_warnings():
+            for name in ("HYDRA_FULL_ERROR", "TINY_GPT_RUN_DIR"):
+                patch.setenv(name, "")
+                patch.delenv(name)
+            warnings.simplefilter("default")
+            task()
+    except SystemExit as end:
+        code = end.code
+    finally:
+        for handler in root.handlers:
+            handler.close()
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        GlobalHydra.instance().clear()
+    output = capfd.readouterr()
+    return Finished(code, output.out, output.err, time.perf_counter() - began, newest(runs))
+
+
+@pytest.fixture(scope="session")
+def events() -> Callable[[Path], object]:
+    """events(directory) is what TensorBoard itself reads from it."""
+
+    def read(directory: Path):
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        everything = {"scalars": 0, "images": 0, "tensors": 0, "histograms": 0, "compressedHistograms": 0, "audio": 0}
+        accumulator = EventAccumulator(str(directory), size_guidance=everything)
+        accumulator.Reload()
+        return accumulator
+
+    return read

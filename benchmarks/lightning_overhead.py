@@ -1,0 +1,139 @@
+"""What Lightning costs: the default run's step inside train.py's Trainer, beside a hand-written loop of the same step.
+
+    python -m benchmarks.lightning_overhead [key=value ...]
+
+Both sides train the same network on the same batches with the same optimiser and learning rates; Lightning's has
+the default callbacks and logging on. They take turns, a round each, and every round starts from the same weights.
+Times are of the steps alone: no validation, no start-up. The last line is JSON.
+"""
+
+import json
+import logging
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback
+from omegaconf import DictConfig, OmegaConf
+
+from configs.command_line import compose, one_line_errors
+from configs.schema import build
+from data.config import DataConfig, TokenizerConfig
+from data.module import TextData
+from model.callbacks import KeepCheckpoint, Metrics, Progress, RunLogger, Snapshots, StopOnSignal
+from model.config import GPTConfig, OptimizerConfig
+from model.gpt import GPT
+from model.lightning_module import GPTLightning
+from model.optimizer import build_optimizer, lr_factor
+from model.trainer import build_trainer, resolve
+
+WARMUP_STEPS, STEPS, ROUNDS = 20, 150, 5
+
+
+def new_network(config: DictConfig, data: TextData) -> GPT:
+    """The same weights every time."""
+    torch.manual_seed(config.seed)
+    return GPT(build(GPTConfig, config.model, vocab_size=data.vocab_size))
+
+
+def by_hand(config: DictConfig, data: TextData) -> float:
+    """Milliseconds a step of a plain PyTorch loop."""
+    network, schedule = new_network(config, data), build(OptimizerConfig, config.optimizer)
+    optimizer = build_optimizer(network, schedule)
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    batches = data.train_dataloader()
+    for step in range(WARMUP_STEPS + STEPS):
+        if step == WARMUP_STEPS:
+            start = time.perf_counter()
+        factor = lr_factor(step / (WARMUP_STEPS + STEPS), schedule)
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * factor
+        batch = batches.batch(step)  # (B, T + 1)
+        logits = network(batch[:, :-1])  # (B, T, vocab_size)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        if config.trainer.get("gradient_clip_val"):
+            torch.nn.utils.clip_grad_norm_(network.parameters(), config.trainer.gradient_clip_val)
+        optimizer.step()
+        optimizer.zero_grad()
+    return 1000 * (time.perf_counter() - start) / STEPS
+
+
+class Stopwatch(Callback):
+    """Times the steps after the warm-up, with all that Lightning and the other callbacks do between them."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx: int) -> None:
+        """Starts at the first step after the warm-up."""
+        if trainer.global_step == WARMUP_STEPS:
+            self.start = time.perf_counter()
+
+    def on_train_end(self, trainer, module) -> None:
+        """Stops."""
+        self.step_ms = 1000 * (time.perf_counter() - self.start) / STEPS
+
+
+def by_lightning(config: DictConfig, data: TextData, run_dir: Path) -> float:
+    """Milliseconds a step of the Trainer of train.py."""
+    module = GPTLightning(
+        new_network(config, data), data.tokenizer, build(OptimizerConfig, config.optimizer), config.seed
+    )
+    stopwatch, metrics = Stopwatch(), Metrics({"benchmark": "lightning_overhead"})
+    options = OmegaConf.to_container(config.trainer, resolve=True)
+    options |= {"max_steps": WARMUP_STEPS + STEPS, "max_time": None, "limit_val_batches": 0}
+    trainer = build_trainer(
+        resolve(options),
+        1,
+        len(data.train_dataloader()),
+        default_root_dir=run_dir,
+        logger=RunLogger(run_dir),
+        callbacks=[
+            stopwatch,
+            metrics,
+            Progress(metrics),
+            Snapshots(data.val_passage(Snapshots.TOKENS_DRAWN).tolist()),
+            StopOnSignal(run_dir / "last.ckpt"),
+            KeepCheckpoint(run_dir / "last.ckpt"),
+        ],
+        num_sanity_val_steps=0,
+        enable_model_summary=False,
+    )
+    data.trainer = None
+    trainer.fit(module, datamodule=data)
+    data.trainer = None
+    return stopwatch.step_ms
+
+
+def main() -> None:
+    """Prints a line a round, the median ratio, and one JSON line."""
+    warnings.filterwarnings("ignore", module="lightning|torch")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    config = compose("train", sys.argv[1:])
+    data = TextData(
+        build(DataConfig, config.data), build(TokenizerConfig, config.tokenizer), config.model.context_length, 0
+    )
+    data.prepare()
+    rounds = []
+    print(f"{'round':>5} {'by hand, ms':>12} {'Lightning, ms':>14} {'ratio':>7}")
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(ROUNDS):
+            hand = by_hand(config, data)
+            lightning = by_lightning(config, data, Path(folder) / str(number))
+            rounds.append((hand, lightning))
+            print(f"{number + 1:5} {hand:12.2f} {lightning:14.2f} {lightning / hand:7.3f}", flush=True)
+    ratio = statistics.median(lightning / hand for hand, lightning in rounds)
+    print(
+        f"Lightning's step takes {ratio:.3f} times the hand-written one's (median of {ROUNDS} rounds of {STEPS} steps)"
+    )
+    hand_ms, lightning_ms = (statistics.median(side) for side in zip(*rounds, strict=True))
+    print(json.dumps({"benchmark": "lightning_overhead", "hand_ms": round(hand_ms, 3),
+                      "lightning_ms": round(lightning_ms, 3), "ratio": round(ratio, 4)}))  # fmt: skip
+
+
+if __name__ == "__main__":
+    with one_line_errors("train"):
+        main()

@@ -1,0 +1,285 @@
+"""Any text arrives as it was typed, and any mistake is answered by one line that says how to mend it."""
+
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from configs.command_line import compose
+from configs.run_directory import make_new_dir
+
+PROJECT = Path(__file__).resolve().parents[1]
+
+# Text as it is
+
+anything = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))  # all that a shell can pass
+nasty = st.text("a ,'\"!#$\\{}[]()=:~@%&*+-é漢👑\n\t?|/.")
+
+
+@settings(max_examples=150, deadline=None)
+@given(anything | nasty)
+@example('To be, or not to be: that\'s the "question"!')
+@example("a=b, c=${oc.env:HOME} # {x: [1, 2]}")
+@example("\\${x} \\\\${y} ${")
+@example("ends in a backslash\\")
+@example("ends in two\\\\")
+@example("\\'")
+@example("l'été à Besançon\nsecond line\n")
+@example("")
+@example("  spaces kept  ")
+@example("true")
+@example("1e3")
+@example("???")
+@example("~prompt")
+def test_any_text_is_a_prompt_bit_for_bit(prompt):
+    assert compose("sample", [f"prompt={prompt}"]).prompt == prompt
+
+
+@settings(max_examples=50, deadline=None)
+@given(anything | nasty)
+@example("runs/a=b,c/epoch=3-step=40.ckpt")
+@example("C:\\runs\\${x}")
+def test_checkpoint_path_with_an_equals_sign_needs_no_quotes(path):
+    assert compose("sample", [f"checkpoint={path}"]).checkpoint == (path if path != "null" else None)
+
+
+@pytest.mark.parametrize("key", ["data.corpus", "data.cache_dir", "runs_dir"])
+def test_other_paths_arrive_as_they_are(key):
+    path = "texts/a=1, b's [x] ${y}*.txt"
+    config = compose("train", [f"{key}={path}"])
+    for name in key.split("."):
+        config = config[name]
+    assert config == path
+
+
+def test_prompt_through_a_real_shell_becomes_no_sweep(call, tmp_path):
+    error = call("sample.py", 'prompt=a, b, "c" = ${d} !', f"runs_dir={tmp_path / 'none'}").error
+    assert "no trained run" in error  # all that is missing
+
+
+# Misspelt keys
+
+
+@pytest.mark.parametrize(
+    ("script", "argument", "nearest"),
+    [
+        ("train", "sede=1", "seed"),
+        ("train", "validation=3", "validations"),
+        ("train", "+sead=1", "seed"),
+        ("train", "modle=llama", "model"),
+        ("train", "model.num_hedas=2", "model.num_heads"),
+        ("train", "+model.num_hedas=2", "num_heads"),
+        ("train", "data.batchsize=8", "data.batch_size"),
+        ("train", "tokenizer.vocabsize=400", "tokenizer.vocab_size"),
+        ("train", "optimizer.learning_rate=1", "optimizer.lr"),
+        ("train", "~model.num_hedas", "model.num_heads"),
+        ("train", "trainer.max_step=5", "trainer.max_steps"),
+        ("train", "+trainer.max_step=5", "trainer.max_steps"),
+        ("train", "trainer.acumulate_grad_batches=2", "trainer.accumulate_grad_batches"),
+        ("sample", "promt=x", "prompt"),
+        ("sample", "temprature=0", "temperature"),
+        ("sample", "topk=5", "top_k"),
+    ],
+)
+def test_misspelt_key_is_named_with_the_nearest_right_one(refuse, script, argument, nearest):
+    error = refuse(script, argument)
+    key = argument.lstrip("+~").partition("=")[0]
+    assert key.rpartition(".")[2] in error
+    assert nearest in error
+
+
+@pytest.mark.parametrize("argument", ["zzzzqqq=1", "model.zzzzqqq=1"])
+def test_key_near_to_nothing_is_answered_with_where_to_look(refuse, argument):
+    error = refuse("train", argument)
+    assert "zzzzqqq is no key" in error and "train.yaml" in error
+
+
+# Values that cannot work
+
+NOWHERE = "data.corpus=there/is/no/such/text.txt"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["model.num_heads=3"], ["d_model 128", "num_heads 3", "1, 2, 4, 8, 16, 32, 64, 128"]),
+        (["model.d_model=96", "model.num_heads=5"], ["d_model 96", "num_heads 5", "1, 2, 3, 4, 6, 8, 12, 16"]),
+        (["model.num_kv_heads=3"], ["num_heads 4", "num_kv_heads 3", "1, 2, 4"]),
+    ],
+)
+def test_heads_that_do_not_divide_are_refused_before_any_text_is_read(refuse, arguments, said):
+    error = refuse("train", NOWHERE, *arguments)
+    assert [part for part in said if part not in error] == []
+    assert "there/is/no" not in error
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("model.num_heads=many", ["model.num_heads=many", "Integer"]),
+        ("model.bias=perhaps", ["model.bias=perhaps", "bool"]),
+        ("model.dropout=[1]", ["model.dropout"]),
+        ("model.positions=up", ["'up'", "learned, rope"]),
+        ("model.context_length=0", ["model.context_length is 0", "at least 1"]),
+        ("optimizer.lr=fast", ["optimizer.lr=fast", "Float"]),
+        ("optimizer.lr=-1", ["optimizer.lr is -1", "above 0"]),
+        ("optimizer.name=sgd", ["sgd", "muon, adamw"]),
+        ("data.val_fraction=1", ["data.val_fraction is 1", "between 0 and 1"]),
+        ("data.batch_size=0", ["data.batch_size is 0", "at least 1"]),
+        ("tokenizer.kind=words", ["words", "byte, bpe or tiktoken"]),
+        ("tokenizer.vocab_size=100", ["100", "257"]),
+        ("seed=lucky", ["seed=lucky", "Integer"]),
+        ("compile=often", ["'often'", "auto, true or false"]),
+        ("validations=0", ["validations is 0", "at least 1"]),
+        ("trainer.max_time=soon", ["'soon'", "5m"]),
+        ("trainer.max_time=1.2.3s", ["'1.2.3s'", "5m"]),
+        ("trainer.max_time=null", ["trainer.max_steps"]),
+        ("trainer.max_steps=0", ["trainer.max_steps is 0", "at least 1"]),
+        ("trainer.max_steps=ten", ["'ten'", "at least 1"]),
+        ("trainer.log_every_n_steps=0", ["trainer.log_every_n_steps is 0"]),
+        ("trainer.precision=17", ["17"]),
+        ("trainer.accelerator=abacus", ["abacus"]),
+        ("trainer.devices=none", ["none"]),
+    ],
+)
+def test_wrong_value_is_refused_with_what_would_work(refuse, text_file, argument, said):
+    error = refuse("train", f"data.corpus={text_file}", "tokenizer=byte", "trainer.max_steps=1", argument)
+    assert [part for part in said if part not in error] == []
+
+
+@pytest.mark.parametrize("value", ["0", "-2", "0.5", "false", "many"])
+def test_accumulation_that_would_train_nothing_is_refused(refuse, value):
+    error = refuse("train", NOWHERE, f"trainer.accumulate_grad_batches={value}")
+    assert "trainer.accumulate_grad_batches is" in error and "at least 1" in error
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("num_samples=0", ["num_samples is 0", "at least 1"]),
+        ("temperature=-1", ["temperature is -1", "0 (greedy)"]),
+        ("temperature=nan", ["temperature is nan"]),
+        ("top_k=-1", ["top_k is -1", "0 (off)"]),
+        ("top_p=0", ["top_p is 0", "at most 1"]),
+        ("top_p=2", ["top_p is 2", "at most 1"]),
+        ("max_new_tokens=0", ["max_new_tokens is 0"]),
+        ("max_new_tokens=some", ["max_new_tokens=some", "Integer"]),
+        ("device=quantum", ["'quantum'", "cpu"]),
+        ("checkpoint=there/is/none.ckpt", ["there/is/none.ckpt", "python train.py"]),
+        ("prompt_file=there/is/none.txt", ["there/is/none.txt", "No such file"]),
+    ],
+)
+def test_wrong_value_of_a_sample_is_refused_with_what_would_work(refuse, argument, said):
+    error = refuse("sample", argument)
+    assert [part for part in said if part not in error] == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "choices"),
+    [
+        ("model=gpt5", ["gpt2", "llama", "nanochat"]),
+        ("optimizer=sgd", ["adamw", "muon"]),
+        ("tokenizer=words", ["byte", "bpe", "tiktoken"]),
+        ("data=wikipedia", ["shakespeare"]),
+        ("experiment=nothing", ["context_sweep", "heads_sweep", "nanogpt_cpu"]),
+        ("+experiment=nothing", ["context_sweep", "heads_sweep", "nanogpt_cpu"]),
+    ],
+)
+def test_unknown_choice_of_a_group_lists_the_choices(refuse, argument, choices):
+    error = refuse("train", argument)
+    assert argument.lstrip("+") in error and "schema" not in error
+    assert [choice for choice in choices if choice not in error] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["fast"], ["'fast'", "key=value"]),
+        (["--steps", "5"], ["--steps"]),
+        (["model.num_heads=2,4"], ["model.num_heads", "-m"]),
+        (["model.num_heads=[2"], ["model.num_heads"]),
+        ([NOWHERE], ["there/is/no/such/text.txt", "does not exist"]),
+        (["experiment=heads_sweep", "model.d_model=132", "model.num_heads=8"], ["num_heads"]),
+    ],
+)
+def test_what_is_no_setting_at_all_is_refused_too(refuse, arguments, said):
+    error = refuse("train", *arguments)
+    assert [part for part in said if part not in error] == []
+
+
+@pytest.mark.parametrize("script", ["train.py", "sample.py"])
+def test_refusal_of_a_real_process_is_one_line_and_exit_code_2(call, tmp_path, script):
+    finished = call(script, "modle=1", cwd=tmp_path)
+    assert "modle is no key" in finished.error and finished.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_refusal_comes_before_the_slow_imports(call, tmp_path):
+    env = {"PYTHONPATH": str(tmp_path)}
+    (tmp_path / "lightning.py").write_text("raise ImportError('too early')")
+    error = call("train.py", "model.num_heads=3", env=env, cwd=tmp_path).error
+    assert "num_heads 3" in error
+
+
+def test_runs_dir_that_is_a_file_is_refused(refuse, text_file):
+    error = refuse("train", f"runs_dir={text_file}", f"data.corpus={text_file}", "tokenizer=byte")
+    assert str(text_file) in error and "runs_dir" in error
+
+
+# Run directories
+
+
+def test_runs_started_in_the_same_second_get_directories_of_their_own(tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        paths = list(pool.map(lambda _: make_new_dir(tmp_path / "runs", "now"), range(50)))
+    assert len(set(paths)) == 50 and all(path.is_dir() for path in paths)
+
+
+MAKE_ONE = """
+import sys, time
+from pathlib import Path
+from configs.command_line import run
+from configs.run_directory import new_run_dir
+go = Path(sys.argv.pop(1))
+def task(config):
+    go.with_name(f"ready{time.monotonic_ns()}").touch()
+    while not go.exists():
+        time.sleep(0.001)
+    print(new_run_dir(config))
+run(task, "train")
+"""
+
+
+def test_processes_started_in_the_same_second_get_directories_of_their_own(clean_environment, tmp_path):
+    go = tmp_path / "go"
+    command = [sys.executable, "-c", MAKE_ONE, str(go), f"runs_dir={tmp_path / 'runs'}"]
+    processes = [
+        subprocess.Popen(command, cwd=PROJECT, env=clean_environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("ready*"))) < len(processes) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    go.touch()
+    paths = [process.communicate(timeout=60)[0].strip() for process in processes]
+    assert Counter(paths).most_common(1)[0][1] == 1, paths
+    assert sorted(paths) == sorted(str(path) for path in (tmp_path / "runs").iterdir())
+
+
+def test_relative_paths_mean_the_same_in_every_job_of_a_sweep(train_here, text_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("texts").mkdir()
+    os.link(text_file, "texts/words.txt")
+    relative = ("data.corpus=texts/words.txt", "data.cache_dir=cache", "runs_dir=my_runs", "tokenizer=byte")
+    finished = train_here("-m", *relative, "trainer.max_steps=1", "seed=1,2")
+    assert finished.returncode == 0, finished
+    (sweep,) = (tmp_path / "my_runs").iterdir()
+    assert len(list(sweep.glob("*/summary.json"))) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "my_runs", "texts"]
