@@ -10,6 +10,8 @@ import json
 import logging
 import math
 import platform
+import shlex
+import shutil
 import sys
 import time
 import warnings
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig, OmegaConf
 
 from configs.command_line import run
+from configs.errors import UserError
 from configs.run_directory import job_start, log_to, new_run_dir, removed_if_refused, save_config
 from configs.schema import build
 from data.config import DataConfig, TokenizerConfig
@@ -44,6 +47,8 @@ def main(config: DictConfig) -> None:
     data_config = build(DataConfig, config.data)
     tokenizer_config = build(TokenizerConfig, config.tokenizer)
     build(GPTConfig, config.model, vocab_size=1)
+    if not 0 <= config.seed < 2**32:
+        raise UserError(f"seed is {config.seed}, but must be a whole number from 0 to {2**32 - 1}.")
 
     from lightning.pytorch import seed_everything
 
@@ -157,15 +162,23 @@ def finish(run_dir: Path, checkpoint: Path, trainer: Trainer, metrics: Metrics, 
         },
     }
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    place = shown(run_dir)
+    python, place = this_python(), shlex.quote(str(shown(run_dir)))
+    all_runs = shlex.quote(str(shown(run_dir.parent)))
+    lines = [line for line in text.split("\n") if line.strip()]
     say(
-        f"\nbest validation loss {summary['val_nats_per_token']:.3f} nats per token, "
-        f"{summary['val_bits_per_byte']:.3f} bits per byte, at step {best.step:,} of {trainer.global_step:,}\n"
-        f"{summary['seconds']:.0f} seconds in all; {summary['tokens_per_second']:,.0f} tokens per second in training\n"
-        f"run directory: {place}\n\n" + "\n".join(line for line in text.split("\n") if line.strip()[:1]) + "\n\n"
-        f'more of its writing:    python sample.py checkpoint={place} prompt="To be, or not"\n'
-        f"curves and attention:   tensorboard --logdir {place.parent} --samples_per_plugin images=100"
+        f"\nbest checkpoint, step {best.step:,} of {trainer.global_step:,}: validation "
+        f"{summary['val_nats_per_token']:.3f} nats per token, {summary['val_bits_per_byte']:.3f} bits per byte\n"
+        f"{summary['seconds']:.0f} seconds in all, {summary['tokens_per_second']:,.0f} tokens per second in training\n"
+        f"run directory: {shown(run_dir)}\n\n"
+        + "\n".join(f"    {line}" for line in lines[:5])
+        + f"\n\nlet it write more:       {python} sample.py checkpoint={place} prompt='To be, or not'\n"
+        f"curves and attention:    {python} -m tensorboard.main --logdir {all_runs} --samples_per_plugin images=100"
     )
+
+
+def this_python() -> str:
+    """The command that starts the Python running now, as one would type it here."""
+    return "python" if shutil.which("python") == sys.executable else shlex.quote(str(shown(Path(sys.executable))))
 
 
 def shown(path: Path) -> Path:

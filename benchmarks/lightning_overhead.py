@@ -84,9 +84,9 @@ def by_lightning(config: DictConfig, data: TextData, run_dir: Path) -> float:
     )
     stopwatch, metrics = Stopwatch(), Metrics({"benchmark": "lightning_overhead"})
     options = OmegaConf.to_container(config.trainer, resolve=True)
-    options |= {"max_steps": WARMUP_STEPS + STEPS, "max_time": None, "limit_val_batches": 0}
+    options |= {"max_steps": WARMUP_STEPS + STEPS, "max_time": None}
     trainer = build_trainer(
-        resolve(options),
+        resolve(options) | {"limit_val_batches": 0},
         1,
         len(data.train_dataloader()),
         default_root_dir=run_dir,

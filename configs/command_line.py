@@ -12,12 +12,13 @@ from pathlib import Path
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs import schema
 from configs.errors import UserError
+from configs.run_directory import sweep_removed_if_refused
 
 CONFIG_DIR = Path(__file__).resolve().parent
 # Their values are taken exactly as typed: Hydra would read commas, quotes, = and ${ as its own grammar.
@@ -29,11 +30,11 @@ def run(task: Callable[[DictConfig], None], config_name: str) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come through to us, instead of being printed by Hydra
     with one_line_errors(config_name):
         schema.register()
-        sys.argv[1:] = [as_literal(argument) for argument in sys.argv[1:]]
+        sys.argv[1:] = flags_first([as_literal(argument) for argument in sys.argv[1:]])
 
         @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=config_name)
         def job(config: DictConfig) -> None:
-            with one_line_errors(config_name):  # here too: Hydra would print its own line first
+            with one_line_errors(config_name), sweep_removed_if_refused():  # here too: Hydra would print a line first
                 refuse_unknown(config, config_name)
                 task(config)
 
@@ -47,11 +48,27 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
         return hydra.compose(config_name, [as_literal(override) for override in overrides])
 
 
+def flags_first(arguments: list[str]) -> list[str]:
+    """Hydra's flags before the settings: it would not take a setting after a flag. Raises UserError for others."""
+    from hydra._internal.utils import get_args_parser
+
+    settings = [argument for argument in arguments if re.match(r"[^-][^=]*=|~", argument)]
+    flags = [argument for argument in arguments if argument not in settings]
+    _, unknown = get_args_parser().parse_known_args(flags)
+    if unknown:
+        raise UserError(f"{unknown[0]!r} is no option: write key=value, for example model.num_heads=8.")
+    return flags + settings
+
+
 def as_literal(argument: str) -> str:
-    """Quotes the value of a key whose text must reach us as it is; other arguments stay."""
+    """Quotes the value of a key whose text must reach us as it is; other arguments stay. Raises UserError."""
     key, equals, value = argument.partition("=")
+    if key in schema.GROUPS and value == "null":
+        raise UserError(f"{argument} leaves the run without a {key}. Choose one: configs/{key}/ has them.")
     if not equals or key not in LITERAL_KEYS or value == "null":
         return argument
+    if value == "???":  # OmegaConf's mark of a missing value
+        return f"{key}=${{three_question_marks:}}"
     # OmegaConf would resolve ${...}: a backslash makes it text, and backslashes before it count double.
     value = re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + r"\${", value)
     return f"{key}={QuotedString(value, Quote.single).with_quotes()}"
@@ -82,8 +99,8 @@ def explain(error: Exception, config_name: str) -> str:
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
         options = [option for option in error.options if option != "schema"]
         return f"{group}={name} does not exist. Choose from: {', '.join(options)}."
-    if match := re.search(r"Error parsing override '([^']*)'", text):
-        return f"{match[1]!r} is no setting: write key=value, for example model.num_heads=8."
+    if isinstance(error, OverrideParseException):
+        return f"{error.override!r} is no setting: write key=value, for example model.num_heads=8."
     if isinstance(error, ConfigCompositionException) and cause:
         text += f" ({cause})"
     return " ".join(text.split("See https")[0].split())

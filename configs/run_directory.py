@@ -51,6 +51,18 @@ def removed_if_refused(run_dir: Path) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def sweep_removed_if_refused() -> Iterator[None]:
+    """The same for the directory of a sweep whose first run is refused; Hydra has written multirun.yaml there."""
+    try:
+        yield
+    except UserError:
+        hydra = HydraConfig.get()
+        if hydra.mode == RunMode.MULTIRUN and not any(path.is_dir() for path in Path(hydra.sweep.dir).iterdir()):
+            shutil.rmtree(hydra.sweep.dir)
+        raise
+
+
 @cache  # Hydra asks more than once in a sweep, and means the same directory
 def new_sweep_dir(runs_dir: str) -> str:
     """Makes the directory that holds the runs of one sweep."""

@@ -60,6 +60,7 @@ class SampleSchema(_thawed(SamplingConfig)):
     runs_dir: str = MISSING
 
 
+GROUPS = ("model", "data", "tokenizer", "optimizer", "trainer")
 ROOTS = {"train": TrainSchema, "sample": SampleSchema}
 
 
@@ -67,6 +68,7 @@ def register() -> None:
     """Makes the schemas known to Hydra, as `schema` in every group, and what YAML may compute."""
     OmegaConf.register_new_resolver("div", lambda a, b: max(1, int(a) // int(b)), replace=True)
     OmegaConf.register_new_resolver("new_sweep_dir", new_sweep_dir, replace=True)
+    OmegaConf.register_new_resolver("three_question_marks", lambda: "???", replace=True)
     store = ConfigStore.instance().store
     for name, root in ROOTS.items():
         store(name=f"{name}_schema", node=root)

@@ -13,6 +13,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from configs.errors import UserError
 
 DEFAULT_TIME = timedelta(seconds=90)
+_REFUSED = {
+    "check_val_every_n_epoch": "Use validations=5, or trainer.val_check_interval=100 for every 100 batches.",
+    "fast_dev_run": "Use trainer.max_steps=1 for a short run.",
+    "logger": "A run always writes TensorBoard events.",
+    "callbacks": "train.py lists them.",
+}
 
 
 def build_trainer(options: dict[str, Any], validations: int, batches_per_epoch: int, **ours: Any) -> Trainer:
@@ -25,11 +31,11 @@ def build_trainer(options: dict[str, Any], validations: int, batches_per_epoch: 
     Raises:
         UserError: an option Lightning does not have, or a value it does not take.
     """
-    if "val_check_interval" not in options and "check_val_every_n_epoch" not in options:
-        options |= {
-            "check_val_every_n_epoch": None,
-            "val_check_interval": every(options, validations, batches_per_epoch),
-        }
+    if "val_check_interval" not in options:
+        options["val_check_interval"] = every(options, validations, batches_per_epoch)
+    elif isinstance(options["val_check_interval"], float):  # a share of an epoch
+        options["val_check_interval"] = max(1, round(options["val_check_interval"] * batches_per_epoch))
+    options["check_val_every_n_epoch"] = None  # count batches of the run, so that an interval may exceed an epoch
     try:
         return Trainer(**ours, **options)
     except (MisconfigurationException, TypeError, ValueError, RuntimeError) as error:
@@ -44,6 +50,11 @@ def resolve(options: dict[str, Any]) -> dict[str, Any]:
             near = get_close_matches(name, known, n=3)
             mend = f"Did you mean {' or '.join(f'trainer.{n}' for n in near)}?" if near else "See Lightning's Trainer."
             raise UserError(f"trainer.{name} is no option of Lightning's Trainer. {mend}")
+    for name, mend in _REFUSED.items():
+        if name in options:
+            raise UserError(f"trainer.{name} cannot be set. {mend}")
+    if options.get("limit_val_batches") == 0:
+        raise UserError("trainer.limit_val_batches is 0, but the best checkpoint is chosen by validation.")
     for name in ("max_steps", "max_epochs", "accumulate_grad_batches", "log_every_n_steps"):
         value = options.get(name)
         if value not in (None, -1) and (type(value) is not int or value < 1):

@@ -131,7 +131,7 @@ def cache_dir(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def tiny(text_file, cache_dir) -> tuple[str, ...]:
     """Overrides of a run that takes a moment; it still needs a runs_dir and an end."""
-    return (*SHAPE, f"data.corpus={text_file}", f"data.cache_dir={cache_dir}", "trainer.log_every_n_steps=5")
+    return (*SHAPE, f"data.corpus={text_file}", f"data.cache_dir={cache_dir}", "trainer.log_every_n_steps=5", "trainer.accelerator=cpu")
 
 
 @pytest.fixture(scope="session")
@@ -179,16 +179,28 @@ def refuse(tmp_path, monkeypatch, capfd) -> Callable[..., str]:
         where = () if any(argument.startswith("runs_dir=") for argument in arguments) else (f"runs_dir={runs}",)
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *where, *arguments])
 
-        def sampled():
-            with one_line_errors("sample"):
-                sample.main(compose("sample", sys.argv[1:]))
-
-        task = sampled if script == "sample" else lambda: run(train.main, "train")
+        task = _sample if script == "sample" else lambda: run(train.main, "train")
         finished = _as_process(task, monkeypatch, capfd, runs)
         assert not any(runs.glob("*")), list(runs.glob("**/*"))
         return finished.error
 
     return refused
+
+
+@pytest.fixture
+def sample_here(tmp_path, monkeypatch, capfd) -> Callable[..., Finished]:
+    """sample_here(*arguments) is `python sample.py` in this process."""
+
+    def sampled(*arguments: str) -> Finished:
+        monkeypatch.setattr(sys, "argv", ["sample.py", *arguments])
+        return _as_process(_sample, monkeypatch, capfd, tmp_path)
+
+    return sampled
+
+
+def _sample() -> None:
+    with one_line_errors("sample"):
+        sample.main(compose("sample", sys.argv[1:]))
 
 
 def _as_process(task: Callable[[], None], monkeypatch, capfd, runs: Path) -> Finished:

@@ -1,0 +1,344 @@
+"""A training run from the command line to its files: what it promises, end to end."""
+
+import base64
+import math
+import re
+import signal
+import subprocess
+import time
+from importlib import metadata
+
+import pytest
+import tiktoken
+import torch
+import torch.nn.functional as F
+
+from configs.errors import UserError
+from model.checkpoint import find_checkpoint, load_checkpoint
+from model.config import GPTConfig
+from model.gpt import GPT
+from model.lightning_module import GPTLightning
+
+
+def checkpoint_of(path):
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def curve(events, run, tag):
+    """Pairs of step and value."""
+    return [(event.step, event.value) for event in events(run.path).Scalars(tag)]
+
+
+# What a run leaves
+
+
+def test_run_leaves_its_files_in_one_directory_and_no_others(tiny_run):
+    assert tiny_run.returncode == 0, tiny_run
+    files = sorted(str(path.relative_to(tiny_run.path)) for path in tiny_run.path.rglob("*") if path.is_file())
+    assert files[:3] == ["checkpoints/best.ckpt", "checkpoints/last.ckpt", "config.yaml"]
+    assert files[3].startswith("events.out.tfevents.") and files[4:] == ["summary.json", "train.log"]
+    assert [path.name for path in tiny_run.path.parent.iterdir()] == [tiny_run.path.name]
+
+
+def test_summary_has_every_figure_of_the_run(tiny_run):
+    summary = tiny_run.summary
+    assert {"val_nats_per_token", "val_bits_per_byte", "seconds", "steps", "tokens", "tokens_per_second"} < set(summary)
+    assert summary["steps"] == 40 and summary["tokens"] == 40 * 4 * 16
+    assert summary["tokens_per_second"] > 0 and summary["step_ms"] > 0
+    assert summary["checkpoint"] == "checkpoints/best.ckpt"
+    gpt = checkpoint_of(tiny_run.path / "checkpoints/best.ckpt")["gpt"]
+    assert summary["parameters"] == GPT(GPTConfig(**gpt["model"])).num_parameters()
+    assert summary["best_step"] == gpt["step"]
+    assert summary["versions"]["torch"] == metadata.version("torch")
+    assert re.fullmatch(r"3\.\d+\.\d+", summary["versions"]["python"])
+    assert re.fullmatch(r"\d+\.\d+\.\d+", summary["versions"]["tiny_gpt"])
+
+
+def test_seconds_are_those_a_clock_outside_shows(tiny_run):
+    # The last moments, when the process ends, it cannot know.
+    assert 0.6 * tiny_run.seconds - 1 < tiny_run.summary["seconds"] <= tiny_run.seconds + 0.1
+
+
+def test_bits_per_byte_are_those_of_the_whole_validation_split(tiny_run):
+    text = (tiny_run.path.parents[1] / "words.txt").read_bytes()
+    gpt = checkpoint_of(tiny_run.path / "checkpoints/best.ckpt")
+    saved = gpt["gpt"]["tokenizer"]
+    pairs = (line.split() for line in saved["merges"].splitlines())
+    ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
+    encoding = tiktoken.Encoding("mine", pat_str=saved["pattern"], mergeable_ranks=ranks, special_tokens={})
+    ids = encoding.encode(text[round(0.9 * len(text)) :].decode())
+    network = GPT(GPTConfig(**gpt["gpt"]["model"])).eval()
+    network.load_state_dict({k.removeprefix("network."): v for k, v in gpt["state_dict"].items()})
+    nats = 0.0
+    with torch.no_grad():
+        for start in range(0, len(ids) - 1, 16):  # windows side by side: each token but the first is a target once
+            window = torch.tensor(ids[start : start + 17])
+            nats += F.cross_entropy(network(window[None, :-1])[0].double(), window[1:], reduction="sum").item()
+    num_bytes = len(encoding.decode_bytes(ids[1:]))
+    assert tiny_run.summary["val_nats_per_token"] == pytest.approx(nats / (len(ids) - 1), rel=1e-5)
+    assert tiny_run.summary["val_bits_per_byte"] == pytest.approx(nats / num_bytes / math.log(2), rel=1e-5)
+
+
+def test_loss_starts_at_the_uniform_guess_and_falls(tiny_run, events):
+    losses = [value for _, value in curve(events, tiny_run, "train/loss")]
+    assert losses[0] <= math.log(300) + 0.1 and losses[-1] < losses[0] - 1
+    assert tiny_run.summary["val_nats_per_token"] < math.log(300) - 1
+
+
+# What a run says
+
+
+def test_nothing_from_third_parties_is_on_the_screen(tiny_run):
+    assert tiny_run.stderr == ""
+    assert "warn" not in tiny_run.stdout.lower() and "lightning" not in tiny_run.stdout.lower()
+
+
+def test_log_holds_what_the_screen_showed(tiny_run):
+    log = (tiny_run.path / "train.log").read_text(encoding="utf-8")
+    assert len(log) > 500 and log.strip() in tiny_run.stdout
+
+
+def test_run_picks_the_device_that_is_there_and_says_which(tiny_run):
+    device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    assert re.search(rf"; on {device}(:0)? in (32-true|bf16-mixed)\n", tiny_run.stdout)
+
+
+def test_log_says_what_loss_to_expect_at_the_start(tiny_run):
+    assert f"a uniform guess over 300 tokens costs {math.log(300):.3f} nats per token" in tiny_run.stdout
+
+
+def test_printed_commands_name_the_run(tiny_run):
+    assert f"python sample.py checkpoint={tiny_run.path}" in tiny_run.stdout
+    assert f"tensorboard --logdir {tiny_run.path.parent}" in tiny_run.stdout
+
+
+# Same seed, same run
+
+
+def test_same_seed_gives_the_same_losses_bit_for_bit(train_here, events, tiny_run):
+    figures = []
+    for seed in (0, 0, 1):
+        finished = train_here("trainer.max_steps=40", f"seed={seed}")
+        figures.append([curve(events, finished, tag) for tag in ("train/loss", "val/loss", "train/grad_norm")])
+        figures[-1].append(finished.summary["val_bits_per_byte"])
+    assert figures[0] == figures[1]
+    assert figures[0][-1] != figures[2][-1]
+    if not (torch.cuda.is_available() or torch.backends.mps.is_available()):  # in another process too
+        assert figures[0][-1] == tiny_run.summary["val_bits_per_byte"]
+
+
+def test_accumulated_batches_give_the_losses_of_one_large_batch(train_here, events):
+    settings = ("trainer.max_steps=10", "trainer.log_every_n_steps=1", "optimizer=adamw")
+    large = train_here(*settings, "data.batch_size=8")
+    small = train_here(*settings, "data.batch_size=2", "trainer.accumulate_grad_batches=4")
+    for tag in ("train/loss", "val/loss", "train/grad_norm", "lr/adamw", "train/tokens"):
+        (steps, values), (other_steps, other_values) = (zip(*curve(events, run, tag)) for run in (large, small))
+        assert steps == other_steps
+        assert values == pytest.approx(other_values, rel=1e-3), tag
+
+
+# Ends
+
+
+def test_non_finite_loss_stops_the_run_at_that_step_and_keeps_the_last_good_checkpoint(train_here, monkeypatch):
+    forward, calls = GPT.forward, []
+
+    def broken(self, ids, **options):
+        calls.append(self.training and torch.is_grad_enabled())
+        return forward(self, ids, **options) * (math.nan if sum(calls) == 8 else 1)
+
+    monkeypatch.setattr(GPT, "forward", broken)
+    finished = train_here("trainer.max_steps=20")  # validates every 4 steps
+    assert "loss is nan at step 7" in finished.error and "optimizer.lr" in finished.error
+    for name in ("best.ckpt", "last.ckpt"):
+        checkpoint = load_checkpoint(finished.path / "checkpoints" / name)
+        assert checkpoint.step == 4
+        assert all(weight.isfinite().all() for weight in checkpoint.network.parameters())
+
+
+@pytest.mark.parametrize("validate", ["trainer.val_check_interval=100000", "validations=1"])
+def test_interval_larger_than_the_run_still_validates_and_logs(train_here, events, validate):
+    finished = train_here("trainer.max_steps=6", "trainer.log_every_n_steps=1000", validate)
+    assert finished.returncode == 0, finished
+    for tag in ("train/loss", "val/loss", "val/bits_per_byte", "train/tokens", "speed/step_ms"):
+        assert [step for step, _ in curve(events, finished, tag)] == [6], tag
+
+
+def test_share_of_an_epoch_is_an_interval_too(train_here, events):
+    finished = train_here("tokenizer=byte", "trainer.max_epochs=1", "trainer.val_check_interval=0.25")
+    assert [step for step, _ in curve(events, finished, "val/loss")] == [16, 32, 48, 64]
+
+
+def test_best_checkpoint_of_a_run_that_overfits_is_kept_and_used(train_here, tmp_path, sample_here):
+    text = tmp_path / "short.txt"
+    text.write_text("Thou art the king of night and day, sweet queen, and no more my lord than what we are. " * 3)
+    settings = ("data.val_fraction=0.3", "data.batch_size=16", "optimizer=adamw", "optimizer.lr=0.02")
+    shuffled = "Wert no; kind of quiet lads, many were not here! Zounds? Quack. " * 2
+    text.write_text(text.read_text() + shuffled)
+    finished = train_here(f"data.corpus={text}", "tokenizer=byte", *settings, "trainer.max_steps=100", "validations=20")
+    summary, checkpoints = finished.summary, finished.path / "checkpoints"
+    best, last = (load_checkpoint(checkpoints / name) for name in ("best.ckpt", "last.ckpt"))
+    assert best.step == summary["best_step"] < last.step == summary["steps"] == 100
+    assert best.validation["nats_per_token"] < last.validation["nats_per_token"] - 0.2
+    assert find_checkpoint(None, str(tmp_path)) == find_checkpoint(finished.dir, "") == checkpoints / "best.ckpt"
+    assert f"step {best.step}," in sample_here(f"runs_dir={tmp_path}", "max_new_tokens=1").stderr
+
+
+def learning_rate_is_cooled(events, run):
+    rates = [value for _, value in curve(events, run, "lr/adamw")]
+    return rates[-1] < 0.05 * max(rates)
+
+
+def test_run_bounded_by_time_ends_near_it_with_the_learning_rate_cooled(train_here, events):
+    finished = train_here("trainer.max_time=2s")
+    log = events(finished.path)
+    seconds = log.Scalars("train/loss")[-1].wall_time - log.FirstEventTimestamp()
+    assert 1.5 < seconds < 8
+    assert learning_rate_is_cooled(events, finished)
+    assert finished.summary["steps"] == curve(events, finished, "train/loss")[-1][0]
+    assert len(curve(events, finished, "val/loss")) >= 3
+
+
+def test_run_bounded_by_steps_takes_them_with_the_learning_rate_cooled(tiny_run, events):
+    assert tiny_run.summary["steps"] == 40
+    assert learning_rate_is_cooled(events, tiny_run)
+    assert [step for step, _ in curve(events, tiny_run, "val/loss")] == [8, 16, 24, 32, 40]
+
+
+def test_run_bounded_by_epochs_takes_them_with_the_learning_rate_cooled(train_here, text_file, events):
+    finished = train_here("tokenizer=byte", "trainer.max_epochs=2")
+    num_tokens = round(0.9 * text_file.stat().st_size)
+    batches = -(-((num_tokens - 16) // 16) // 4)
+    assert finished.summary["steps"] == 2 * batches
+    assert learning_rate_is_cooled(events, finished)
+    assert len(curve(events, finished, "val/loss")) == 5
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_saves_the_last_step_and_is_the_exit_code(start, tiny, tmp_path, number):
+    settings = ("trainer.max_time=90s", "trainer.val_check_interval=25", f"runs_dir={tmp_path}")
+    process = start("train.py", *tiny, *settings)
+    try:
+        for line in process.stdout:  # lines come as things happen, into a pipe too
+            if re.match(rb"step 50:", line):
+                break
+        began = time.monotonic()
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number, err
+    assert err == b"" and time.monotonic() - began < 20
+    (last,) = tmp_path.glob("*/checkpoints/last.ckpt")
+    checkpoint = load_checkpoint(last)
+    assert checkpoint.step >= 50 and f"stopped at step {checkpoint.step:,}; saved" in out.decode()
+    assert {"optimizer_states", "lr_schedulers", "loops"} < set(checkpoint_of(last))
+
+
+# Whatever the machine
+
+
+def test_compilation_that_cannot_work_is_one_warning_and_then_eager(call, tiny, tmp_path):
+    env = {"CXX": "/nonexistent/c++", "CC": "/nonexistent/cc", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    settings = ("compile=true", "trainer.max_steps=3", f"runs_dir={tmp_path / 'runs'}")
+    finished = call("train.py", *tiny, *settings, env=env, runs=tmp_path / "runs")
+    assert finished.returncode == 0, finished
+    lines = [line for line in (finished.stdout + finished.stderr).splitlines() if "warn" in line.lower()]
+    assert len(lines) == 1 and "torch.compile does not work here" in lines[0], finished
+    assert finished.summary["steps"] == 3
+
+
+def test_compilation_leaves_the_names_of_weights_alone(train_here, monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: None)  # its speed is no matter here
+    finished = train_here("compile=true", "trainer.max_steps=2")
+    names = set(checkpoint_of(finished.path / "checkpoints/best.ckpt")["state_dict"])
+    assert not any("_orig_mod" in name for name in names)
+
+
+def test_cpu_gets_no_pinned_memory_and_no_gradient_scaler(train_here, monkeypatch):
+    step, seen = GPTLightning.training_step, []
+
+    def looking(self, batch, batch_idx):
+        seen.append((batch.is_pinned(), getattr(self.trainer.precision_plugin, "scaler", None)))
+        return step(self, batch, batch_idx)
+
+    monkeypatch.setattr(GPTLightning, "training_step", looking)
+    assert train_here("trainer.max_steps=2").returncode == 0
+    assert seen == [(False, None)] * 2
+
+
+NO_NETWORK = """
+import socket
+def refuse(*args, **kwargs):
+    raise OSError("the network was asked")
+socket.getaddrinfo = socket.create_connection = socket.socket.connect = refuse
+"""
+
+
+def test_default_run_needs_no_network(call, tiny, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(NO_NETWORK)
+    (tmp_path / "empty").mkdir()
+    env = {"PYTHONPATH": str(tmp_path), "TIKTOKEN_CACHE_DIR": str(tmp_path / "empty")}
+    try:
+        permitted = subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode == 0
+    except OSError:
+        permitted = False
+    finished = call(
+        "train.py",
+        *tiny,
+        "trainer.max_steps=2",
+        f"data.cache_dir={tmp_path / 'cold'}",
+        f"runs_dir={tmp_path / 'runs'}",
+        env=env,
+        prefix=("unshare", "-rn") if permitted else (),
+        runs=tmp_path / "runs",
+    )
+    assert finished.returncode == 0 and finished.stderr == "", finished
+
+
+@pytest.mark.parametrize(("text", "tokenizer"), [("abracadabra simsalabim", "byte"), ("to be or not to be " * 6, "bpe")])
+def test_tiny_text_trains(train_here, tmp_path, text, tokenizer):
+    path = tmp_path / "tiny.txt"
+    path.write_text(text)
+    finished = train_here(
+        f"data.corpus={path}", f"tokenizer={tokenizer}", "model.context_length=4", "trainer.max_steps=3"
+    )
+    assert finished.returncode == 0, finished
+    assert math.isfinite(finished.summary["val_bits_per_byte"])
+
+
+def test_text_too_short_for_the_context_is_refused_with_what_works(refuse, tmp_path):
+    path = tmp_path / "tiny.txt"
+    path.write_text("a" * 50)
+    error = refuse("train", f"data.corpus={path}", "tokenizer=byte")
+    assert "context_length 64 needs at least 65 tokens" in error and "45" in error and "≤ 44" in error
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "tokenizer"),
+    [
+        ("gpt2", "adamw", "byte"),
+        ("gpt2", "muon", "bpe"),
+        ("llama", "adamw", "bpe"),
+        ("llama", "muon", "byte"),
+        ("nanochat", "adamw", "byte"),
+        ("nanochat", "muon", "bpe"),
+    ],
+)
+def test_every_family_trains_with_every_optimizer_and_tokenizer(train_here, model, optimizer, tokenizer):
+    choices = (f"model={model}", f"optimizer={optimizer}", f"tokenizer={tokenizer}")
+    finished = train_here(*choices, "trainer.max_steps=3", "validations=1", "model.dropout=0.1")
+    assert finished.returncode == 0 and finished.stderr == "", finished
+    checkpoint = load_checkpoint(finished.path / "checkpoints/best.ckpt")
+    assert checkpoint.step == 3 and checkpoint.validation["bits_per_byte"] == finished.summary["val_bits_per_byte"]
+    assert math.isfinite(checkpoint.validation["nats_per_token"])
+
+
+def test_run_that_cannot_write_is_refused_by_name(refuse, text_file):
+    error = refuse("train", "runs_dir=/dev/null/runs", f"data.corpus={text_file}", "tokenizer=byte")
+    assert "/dev/null/runs" in error
+
+
+def test_checkpoint_that_is_none_is_refused(text_file):
+    with pytest.raises(UserError, match="no checkpoint written by train.py"):
+        load_checkpoint(text_file)
