@@ -2,11 +2,10 @@
 
 import sys
 from dataclasses import fields
-from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from configs.command_line import compose, one_line_errors
+from configs.command_line import compose, one_line_errors, read_prompt
 from configs.errors import UserError
 from configs.schema import build
 from model.config import SamplingConfig
@@ -40,22 +39,6 @@ def main(config: DictConfig) -> None:
         for token in generate(checkpoint.network, ids, sampling, index):
             print(decoder.push(token), end="", flush=True)
         print(decoder.flush())
-
-
-def read_prompt(config: DictConfig) -> str:
-    """The prompt's text: given, from a file, or from standard input. Raises UserError."""
-    if config.prompt is not None and config.prompt_file is not None:
-        raise UserError("prompt and prompt_file are both given. Leave one out.")
-    if config.prompt_file is None:
-        return config.prompt or ""
-    name = config.prompt_file
-    try:
-        content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"prompt_file {name} is not UTF-8 at byte {error.start}. Convert it to UTF-8.") from error
-    except OSError as error:
-        raise UserError(f"prompt_file {name} cannot be read: {error.strerror}. Give a text file, or - .") from error
 
 
 def pick_device(choice: str) -> str:

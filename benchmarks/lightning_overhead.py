@@ -95,7 +95,7 @@ def by_lightning(config: DictConfig, data: TextData, run_dir: Path) -> float:
             stopwatch,
             metrics,
             Progress(metrics),
-            Snapshots(data.val_passage(Snapshots.TOKENS_DRAWN).tolist()),
+            Snapshots(data.val_passage(Snapshots.PASSAGE_TOKENS).tolist()),
             StopOnSignal(run_dir / "last.ckpt"),
             KeepCheckpoint(run_dir / "last.ckpt"),
         ],

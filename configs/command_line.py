@@ -22,7 +22,10 @@ from configs.run_directory import sweep_removed_if_refused
 
 CONFIG_DIR = Path(__file__).resolve().parent
 # Their values are taken exactly as typed: Hydra would read commas, quotes, = and ${ as its own grammar.
-LITERAL_KEYS = ("prompt", "prompt_file", "checkpoint", "data.corpus", "data.cache_dir", "runs_dir")
+LITERAL_KEYS = (
+    *("prompt", "prompt_file", "checkpoint", "token", "data.corpus", "data.cache_dir", "runs_dir"),
+    *("png", "html", "logdir"),
+)
 
 
 def run(task: Callable[[DictConfig], None], config_name: str) -> None:
@@ -48,6 +51,22 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
         return hydra.compose(config_name, [as_literal(override) for override in overrides])
 
 
+def read_prompt(config: DictConfig) -> str:
+    """The prompt's text: given, from a file, or from standard input. Raises UserError."""
+    if config.prompt is not None and config.prompt_file is not None:
+        raise UserError("prompt and prompt_file are both given. Leave one out.")
+    if config.prompt_file is None:
+        return config.prompt or ""
+    name = config.prompt_file
+    try:
+        content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"prompt_file {name} is not UTF-8 at byte {error.start}. Convert it to UTF-8.") from error
+    except OSError as error:
+        raise UserError(f"prompt_file {name} cannot be read: {error.strerror}. Give a text file, or - .") from error
+
+
 def flags_first(arguments: list[str]) -> list[str]:
     """Hydra's flags before the settings: it would not take a setting after a flag. Raises UserError for others."""
     from hydra._internal.utils import get_args_parser
@@ -65,7 +84,7 @@ def as_literal(argument: str) -> str:
     key, equals, value = argument.partition("=")
     if key in schema.GROUPS and value == "null":
         raise UserError(f"{argument} leaves the run without a {key}. Choose one: configs/{key}/ has them.")
-    if not equals or key not in LITERAL_KEYS or value == "null":
+    if not equals or key not in LITERAL_KEYS or (value == "null" and key != "prompt"):
         return argument
     if value == "???":  # OmegaConf's mark of a missing value
         return f"{key}=${{three_question_marks:}}"

@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +33,9 @@ def new_run_dir(config: DictConfig) -> Path:
         return Path(os.environ[_INHERITED])
     hydra = HydraConfig.get()
     if hydra.mode == RunMode.MULTIRUN:
-        changed = re.sub(r"[^\w.,-]+", "_", hydra.job.override_dirname)[:80]
+        given = {argument.partition("=")[0]: argument for argument in sys.argv}  # as typed: the same in all jobs
+        swept = [override for override in hydra.overrides.task if given.get(override.partition("=")[0]) != override]
+        changed = re.sub(r"[^\w.,-]+", "_", ",".join(swept))[:80]
         run_dir = make_new_dir(Path(hydra.sweep.dir), f"{hydra.job.num:02d}_{changed}")
     else:
         run_dir = make_new_dir(Path(config.runs_dir).absolute(), time_stamp())

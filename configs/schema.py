@@ -60,8 +60,56 @@ class SampleSchema(_thawed(SamplingConfig)):
     runs_dir: str = MISSING
 
 
+@dataclass
+class SeeSchema:
+    """Keys of configs/see.yaml."""
+
+    model: Any = MISSING
+    prompt: str | None = MISSING
+    prompt_file: str | None = MISSING
+    checkpoint: str | None = MISSING
+    untrained: bool = MISSING
+    layer: int = MISSING
+    head: int = MISSING
+    token: str | None = MISSING
+    png: str | None = MISSING
+    html: str | None = MISSING
+    runs_dir: str = MISSING
+
+
+@dataclass
+class LessonsSchema:
+    """Keys of configs/lessons.yaml."""
+
+    lengths: list[int] = MISSING
+    num_layers: int = MISSING
+    num_heads: int = MISSING
+
+
+@dataclass
+class ContextCostSchema:
+    """Keys of configs/context_cost.yaml."""
+
+    model: Any = MISSING
+    optimizer: Any = MISSING
+    lengths: list[int] = MISSING
+    tokens_per_batch: int = MISSING
+    seconds: float = MISSING
+    memory_mb: float | None = MISSING
+    png: str | None = MISSING
+    logdir: str | None = MISSING
+    device: str = MISSING
+    seed: int = MISSING
+
+
 GROUPS = ("model", "data", "tokenizer", "optimizer", "trainer")
-ROOTS = {"train": TrainSchema, "sample": SampleSchema}
+ROOTS = {
+    "train": TrainSchema,
+    "sample": SampleSchema,
+    "see": SeeSchema,
+    "lessons": LessonsSchema,
+    "context_cost": ContextCostSchema,
+}
 
 
 def register() -> None:

@@ -30,7 +30,7 @@ from data.corpus import Split
 
 log = logging.getLogger(__name__)
 
-# What a token can hold at most: one word with its apostrophe, led by a space or a new line ("⏎And", "·o'er"),
+# What a token can hold at most: one word with its apostrophe, led by a space or a new line ("↵And", "·o'er"),
 # up to three digits, punctuation with the line's end, or white space. Every repeat is bounded and nothing
 # looks ahead, so no text can make matching crawl. Of a dozen such patterns this one compressed verse best.
 BPE_PATTERN = (
@@ -137,7 +137,7 @@ def token_bytes(encoding: tiktoken.Encoding) -> np.ndarray:
 
 
 def token_labels(encoding: tiktoken.Encoding, ids: Iterable[int], max_chars: int = 12) -> list[str]:
-    """One short printable name a token, for the axes of pictures: "⏎And", "·the", "\\xe2\\x80"."""
+    """One short printable name a token, for the axes of pictures: "↵And", "·the", "\\xe2\\x80"."""
     labels = []
     for token_id in ids:
         text = _bytes_of(encoding, token_id).decode("utf-8", errors="backslashreplace")
@@ -148,7 +148,7 @@ def token_labels(encoding: tiktoken.Encoding, ids: Iterable[int], max_chars: int
 
 def _visible(char: str) -> str:
     if char in "\n \t":
-        return {"\n": "⏎", " ": "·", "\t": "→"}[char]
+        return {"\n": "↵", " ": "·", "\t": "→"}[char]
     return char if char.isprintable() else "".join(f"\\x{byte:02x}" for byte in char.encode())
 
 

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import check_heads
+from model.linear import Linear
+from model.windowed_attention import windowed_attention
 
 
 class MultiHeadAttention(nn.Module):
@@ -52,8 +54,8 @@ class MultiHeadAttention(nn.Module):
         self.head_dim = d_model // num_heads
         self.qk_norm_eps = qk_norm_eps
         self.dropout = dropout
-        self.in_proj = nn.Linear(d_model, (num_heads + 2 * self.num_kv_heads) * self.head_dim, bias=qkv_bias)
-        self.out_proj = nn.Linear(d_model, d_model, bias=out_bias)
+        self.in_proj = Linear(d_model, (num_heads + 2 * self.num_kv_heads) * self.head_dim, bias=qkv_bias)
+        self.out_proj = Linear(d_model, d_model, bias=out_bias)
 
     def forward(
         self,
@@ -63,6 +65,7 @@ class MultiHeadAttention(nn.Module):
         *,
         mask: Tensor | None = None,
         causal: bool = False,
+        window: int | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
         need_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -73,6 +76,7 @@ class MultiHeadAttention(nn.Module):
             key, value: (B, S, C); leave out for self-attention. A key alone is its own value.
             mask: 1 where a query may look, 0 where not; broadcasts to (B, H, T, S).
             causal: query t sees keys up to t only. Not together with a mask.
+            window: query t sees the keys t - window + 1 ... t only. Causal self-attention only.
             rope: cosines and sines of `rope_tables`, (T, D) each; self-attention only.
             need_weights: take the written-out path and return its weights too.
 
@@ -80,19 +84,26 @@ class MultiHeadAttention(nn.Module):
             (B, T, C); with need_weights also the weights, (B, H, T, S), each row summing to 1.
 
         Raises:
-            ValueError: both a mask and causal.
+            ValueError: both a mask and causal, or a window where attention is not causal self-attention.
         """
         if causal and mask is not None:
             raise ValueError("causal=True already is a mask; give only one of mask and causal")
+        if window is not None and (window < 1 or not causal or key is not None):
+            raise ValueError("a window is 1 token or more of causal self-attention: causal=True, no key, no value")
         q, k, v = self.project(query, key, value, rope)
         mask = mask.bool() if mask is not None else None
+        dropout = self.dropout if self.training else 0.0
         if need_weights:
             if causal:
                 mask = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril()  # (T, S)
+            if window is not None:
+                mask = mask.triu(1 - window)  # a band: the diagonal and window - 1 more below it
             heads, weights = written_out_attention(q, k, v, mask)
+        elif window is not None:
+            heads = windowed_attention(q, k, v, window, dropout)  # (B, H, T, D)
         else:
             heads = F.scaled_dot_product_attention(
-                q, k, v, mask, self.dropout if self.training else 0.0, causal, enable_gqa=q.size(1) != k.size(1)
+                q, k, v, mask, dropout, causal, enable_gqa=q.size(1) != k.size(1)
             )  # (B, H, T, D)
         joined = heads.transpose(1, 2).flatten(2)  # (B, H, T, D) -> (B, T, H, D) -> (B, T, C)
         output = self.out_proj(joined)

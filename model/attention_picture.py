@@ -1,63 +1,219 @@
-"""Attention weights as a picture: layers x heads as small multiples, tokens on the axes."""
+"""Attention weights and head scores as pictures: layers x heads as small multiples, on one colour scale.
 
+Drawn straight into pixels: a picture is due at every validation, and a plotting library would take longer than
+the validation itself. Only its font is borrowed.
+"""
+
+import textwrap
+from functools import cache, lru_cache
+from pathlib import Path
+
+import matplotlib
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from matplotlib.ft2font import FT2Font
+from PIL import Image, ImageDraw, ImageFont
+
+from configs.errors import UserError
+
+# Colour and opacity of a weight w are row round(255 * sqrt(w)): the root keeps a few percent visible beside large
+# weights. The less weight, the more the ground shines through, so the one scale works on light and on dark ground.
+_FAINT, _FULL = np.array([255, 150, 40]), np.array([190, 24, 60])
+_SHARE = np.arange(256)[:, None] / 255
+COLORS = np.concatenate([_FAINT + (_FULL - _FAINT) * _SHARE, 255 * _SHARE], 1).round().astype(np.uint8)  # RGBA
+
+WHITE_TEXT_FROM = 190  # rows of COLORS on which white is easier to read than black, on light ground
+PAPER, MASKED, INK, FAINT_INK = (255, 255, 255), (238, 238, 240), (40, 40, 46), (110, 110, 118)
+_ON_PAPER = (255 + (COLORS[:, :3].astype(float) - 255) * COLORS[:, 3:] / 255).round().astype(np.uint8)  # (256, 3)
+FONT = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSansMono.ttf"
+MAX_PIXELS = 16_000  # a side; more is no picture that anything opens
 
 
-def draw_attention(maps: list[np.ndarray], labels: list[str], title: str = "") -> np.ndarray:
-    """Draws every head of every layer on one colour scale, 0 to 1.
+def color_rows(weights: np.ndarray) -> np.ndarray:
+    """Weights, 0 to 1, as rows of COLORS: the same shape, uint8. weight = (row / 255) ** 2, to 0.004 at worst."""
+    return (255 * np.sqrt(np.clip(weights, 0, 1))).round().astype(np.uint8)
 
-    A row of a map is a query token, a column a key token. The colour is the square root of the weight,
-    so that weights of a few percent can be seen beside large ones; the scale at the side says so.
+
+def draw_attention(maps: np.ndarray, labels: list[str], title: str = "", scale: int = 1) -> np.ndarray:
+    """Draws every head of every layer.
+
+    A row of a map is a query token, a column a key token; the outer maps carry the labels for all.
+    What the causal mask hides is grey. Short texts get the numbers too.
 
     Args:
-        maps: a layer each, (H, T, T), rows summing to 1.
+        maps: (L, H, T, T), rows summing to 1.
         labels: T token labels.
+        title: above it all.
+        scale: 1 for a screen, 2 for print.
+
+    Returns:
+        The picture, (height, width, 3) uint8.
+
+    Raises:
+        UserError: the picture would be too large to open.
+    """
+    num_layers, num_heads, T = maps.shape[:3]
+    # A label needs 11 pixels; longer texts label every n-th token.
+    cell = scale * (min(max(11, 360 // T), 30) if T <= 64 else max(1, 704 // T))
+    font_size = 10 * scale
+    every = -(-11 * scale // cell)
+    shown = [_drawable(label) if index % every == 0 else "" for index, label in enumerate(labels)]
+    side, line = T * cell, 14 * scale
+    pitch_x, pitch_y = max(side, 92 * scale) + 10 * scale, side + line + 6 * scale
+    margin = max(_width(label, font_size) for label in shown) + 6 * scale
+    left = margin + line
+    width = left + num_heads * pitch_x + 62 * scale
+    title_lines = textwrap.wrap(_drawable(title), (width - left) // _width("0", font_size))
+    top = len(title_lines) * line + 8 * scale
+    height = top + num_layers * pitch_y + margin + line
+    if max(width, height) > MAX_PIXELS:
+        raise UserError(
+            f"{num_layers} layers x {num_heads} heads of {T} tokens make a picture of {width:,} x {height:,} pixels, "
+            f"but {MAX_PIXELS:,} a side is the most. Give a shorter text, or look at the page: html=attention.html"
+        )
+    picture = np.full((height, width, 3), PAPER, np.uint8)
+    masked = np.triu(np.ones((T, T), bool), 1)
+    rows = color_rows(maps)  # (L, H, T, T)
+    for layer in range(num_layers):
+        for head in range(num_heads):
+            x, y = left + head * pitch_x, top + layer * pitch_y + line
+            tile = _ON_PAPER[rows[layer, head]]  # (T, T, 3)
+            tile[masked] = MASKED
+            picture[y : y + side, x : x + side] = tile.repeat(cell, 0).repeat(cell, 1)
+
+    image = Image.fromarray(picture)
+    draw = ImageDraw.Draw(image)
+    write = _writer(draw, font_size)
+    for index, title_line in enumerate(title_lines):
+        write(left, 4 * scale + index * line, title_line, INK)
+    queries = _strip(tuple(shown), cell, margin, font_size)
+    keys = queries.transpose(Image.Transpose.ROTATE_90)  # the first label at the left, all ending at the map
+    for layer in range(num_layers):
+        y = top + layer * pitch_y
+        image.paste(INK, (left - margin, y + line), queries)
+        for head in range(num_heads):
+            x = left + head * pitch_x
+            write(x, y, f"layer {layer} head {head}", INK)
+            draw.rectangle((x - 1, y + line - 1, x + side, y + line + side), outline=(200, 200, 205))
+            if layer == num_layers - 1:
+                image.paste(INK, (x, y + line + side), keys)
+            if cell >= 26 * scale:
+                _write_numbers(write, maps[layer, head], rows[layer, head], x, y + line, cell, scale)
+    write(left, height - line, "key: the token looked at", FAINT_INK)
+    image.paste(FAINT_INK, (0, top + line), _sideways("query: the token that looks", font_size))
+    bar_height = min(side, 352 * scale)
+    _color_bar(image, write, left + num_heads * pitch_x + 8 * scale, top + line, bar_height, scale)
+    return np.asarray(image)
+
+
+def draw_head_scores(scores: dict[str, np.ndarray], tops: dict[str, float], title: str = "") -> np.ndarray:
+    """Draws one layers x heads table a score, side by side, with the numbers in the cells.
+
+    Args:
+        scores: by name, (L, H) each.
+        tops: by name, the value that gets the full colour.
         title: one line above.
 
     Returns:
         The picture, (height, width, 3) uint8.
     """
-    labels = [label.replace("$", r"\$") for label in labels]  # no formulas
-    num_layers, num_heads, T = len(maps), *maps[0].shape[:2]
-    cell = 0.11 * T + 0.25  # inches: a token needs 0.11 to be legible
-    margin = 0.085 * max(map(len, labels)) + 0.35  # room for the longest label
-    figure = Figure(figsize=(num_heads * cell + margin + 0.9, num_layers * cell + margin + 0.5), dpi=100)
-    canvas = FigureCanvasAgg(figure)
-    width, height = figure.get_size_inches()
-    grid = figure.subplots(
-        num_layers,
-        num_heads,
-        squeeze=False,
-        gridspec_kw={
-            "left": margin / width,
-            "right": 1 - 0.9 / width,
-            "bottom": margin / height,
-            "top": 1 - 0.5 / height,
-            "wspace": 0.06,
-            "hspace": 0.06,
-        },
-    )
-    for layer, row in enumerate(grid):
-        for head, axes in enumerate(row):
-            image = axes.imshow(np.sqrt(maps[layer][head]), vmin=0, vmax=1, cmap="magma", interpolation="nearest")
-            axes.text(
-                0.97, 0.95, f"layer {layer} head {head}", transform=axes.transAxes, ha="right", va="top",
-                color="white", fontsize=7,
-            )  # fmt: skip
-            # Only the outer maps carry labels: all share the same tokens.
-            bottom, left = layer == num_layers - 1, head == 0
-            axes.set_xticks(range(T) if bottom else [], labels if bottom else [], rotation=90)
-            axes.set_yticks(range(T) if left else [], labels if left else [])
-            axes.tick_params(labelsize=7, length=1.5, width=0.4, pad=1.5, labelfontfamily="monospace")
-    scale = figure.add_axes((1 - 0.75 / width, margin / height, 0.12 / width, 1 - (margin + 0.5) / height))
-    bar = figure.colorbar(image, cax=scale)
-    weights = (0, 0.05, 0.25, 0.5, 1)
-    bar.set_ticks([weight**0.5 for weight in weights], labels=[f"{weight:g}" for weight in weights])
-    bar.ax.tick_params(labelsize=7)
-    figure.suptitle(title, fontsize=9, y=1 - 0.2 / height)
-    figure.text(0.5, 0.05 / height, "key: the token looked at", ha="center", fontsize=8)
-    figure.text(0.04 / width, 0.5, "query: the token that looks", va="center", rotation=90, fontsize=8)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3]
+    num_layers, num_heads = next(iter(scores.values())).shape
+    cell_x, cell_y, line, font_size = 44, 30, 16, 11
+    block = max(num_heads * cell_x, max(_width(name, font_size) for name in scores)) + 24
+    left, top = 64, 3 * line
+    size = (left + len(scores) * block, top + num_layers * cell_y + line + 8)
+    image = Image.new("RGB", size, PAPER)
+    draw = ImageDraw.Draw(image)
+    write = _writer(draw, font_size)
+    write(left, 4, _drawable(title), INK)
+    for index, (name, table) in enumerate(scores.items()):
+        x = left + index * block
+        write(x, top - line - 2, name, INK)
+        rows = (255 * np.clip(table / tops[name], 0, 1)).round().astype(int)  # even numbers, even steps of colour
+        for layer in range(num_layers):
+            if index == 0:
+                write(6, top + layer * cell_y + 8, f"layer {layer}", FAINT_INK)
+            for head in range(num_heads):
+                row, value = rows[layer, head], float(table[layer, head])
+                corner = x + head * cell_x, top + layer * cell_y
+                draw.rectangle(
+                    (*corner, corner[0] + cell_x - 2, corner[1] + cell_y - 2), fill=tuple(map(int, _ON_PAPER[row]))
+                )
+                text = f"{value:.2f}" if tops[name] <= 1 else f"{value:.1f}"
+                indent = (cell_x - 2 - _width(text, font_size)) // 2
+                write(corner[0] + indent, corner[1] + 8, text, PAPER if row >= WHITE_TEXT_FROM else INK)
+        for head in range(num_heads):
+            indent = (cell_x - 2 - _width(str(head), font_size)) // 2
+            write(x + head * cell_x + indent, top + num_layers * cell_y + 2, str(head), FAINT_INK)
+    write(6, top + num_layers * cell_y + 2, "head", FAINT_INK)
+    return np.asarray(image)
+
+
+def save(picture: np.ndarray, path: Path) -> None:
+    """Writes a picture as a PNG file. Raises UserError where that cannot be done."""
+    try:
+        Image.fromarray(picture).save(path, format="PNG", optimize=True)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}. Give another file.") from None
+
+
+# Writing
+
+
+@cache
+def _font(size: int) -> ImageFont.FreeTypeFont:
+    return ImageFont.truetype(str(FONT), size)
+
+
+@cache
+def _known_characters() -> frozenset[int]:
+    return frozenset(FT2Font(str(FONT)).get_charmap())
+
+
+def _drawable(text: str) -> str:
+    """Characters the font lacks by their number, as Python writes it: better than a box for all of them."""
+    known = _known_characters()
+    return "".join(char if ord(char) in known else char.encode("unicode_escape").decode() for char in text)
+
+
+def _width(text: str, size: int) -> int:
+    return round(_font(size).getlength("0") * len(text))  # every character has one width
+
+
+def _writer(draw: ImageDraw.ImageDraw, size: int):
+    font = _font(size)
+    return lambda x, y, text, color: draw.text((x, y), text, color, font)
+
+
+@lru_cache(maxsize=8)  # a run draws the same tokens at every validation
+def _strip(labels: tuple[str, ...], cell: int, margin: int, size: int) -> Image.Image:
+    """Labels below each other, ending at the right edge: opacity, (T * cell, margin)."""
+    strip = Image.new("L", (margin, len(labels) * cell))
+    draw = ImageDraw.Draw(strip)
+    for index, label in enumerate(labels):
+        place = (margin - 4 * size // 10, index * cell + cell // 2)
+        draw.text(place, label, 255, _font(size), anchor="rm")
+    return strip
+
+
+def _sideways(text: str, size: int) -> Image.Image:
+    strip = Image.new("L", (_width(text, size), size + 4))
+    ImageDraw.Draw(strip).text((0, 0), text, 255, _font(size))
+    return strip.transpose(Image.Transpose.ROTATE_90)
+
+
+def _write_numbers(write, weights: np.ndarray, rows: np.ndarray, x: int, y: int, cell: int, scale: int) -> None:
+    for query in range(len(weights)):
+        for key in range(query + 1):
+            text = f"{weights[query, key]:.2f}".lstrip("0") if weights[query, key] < 0.995 else "1"
+            indent = (cell - _width(text, 10 * scale)) // 2
+            color = PAPER if rows[query, key] >= WHITE_TEXT_FROM else INK
+            write(x + key * cell + indent, y + query * cell + cell // 2 - 6 * scale, text, color)
+
+
+def _color_bar(image: Image.Image, write, x: int, y: int, height: int, scale: int) -> None:
+    rows = np.linspace(255, 0, height).round().astype(int)
+    bar = Image.fromarray(_ON_PAPER[rows][:, None].repeat(12 * scale, 1))
+    image.paste(bar, (x, y))
+    for weight in (0, 0.05, 0.25, 0.5, 1) if height >= 150 * scale else (0, 0.25, 1):
+        tick = round(y + (height - 1) * (1 - weight**0.5))
+        write(x + 16 * scale, tick - 6 * scale, f"{weight:g}", INK)

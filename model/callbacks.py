@@ -8,19 +8,22 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
 from data.tokenizer import token_labels
 from model.config import SamplingConfig
 from model.generation import generate
+from model.gpt import GPT
+from model.head_scores import head_scores, repeated_sequences
 from model.lightning_module import run_progress
+from model.memory import memory_mb, peak_memory_mb, reset_peak_memory
 
 say = logging.getLogger(__name__).info
 
@@ -65,16 +68,18 @@ class Metrics(Callback):
     def __init__(self, hyperparameters: dict[str, object]):
         self.hyperparameters = hyperparameters
         self.step_ms_readings: list[float] = []  # one a logging interval
+        self._warmup_ms = math.nan
         self.train_seconds = 0.0  # as step_ms: steps alone
         self.tokens = 0  # trained on, all ranks
+        self.peak_memory_mb = math.nan  # of steps before the first validation, above what there was before training
         self._clock: float | None = None
         self._interval_seconds, self._interval_steps, self._interval_batches = 0.0, 0, 0
         self._loss_sum: Tensor | float = 0.0
 
     @property
     def step_ms(self) -> float:
-        """Median over logging intervals."""
-        return statistics.median(self.step_ms_readings) if self.step_ms_readings else math.nan
+        """Median over logging intervals after warm-up; in a run that is all warm-up, what there is."""
+        return statistics.median(self.step_ms_readings or [self._warmup_ms])
 
     @property
     def tokens_per_second(self) -> float:
@@ -83,6 +88,8 @@ class Metrics(Callback):
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Writes the run's row of TensorBoard's table of hyperparameters; its metrics are the final/ scalars."""
+        reset_peak_memory(trainer.strategy.root_device.type)
+        self._memory_before_mb = memory_mb(trainer.strategy.root_device.type)
         for logger in trainer.loggers:
             metrics = dict.fromkeys(RunLogger.FINAL, 0.0)  # names only: the values are the scalars of these tags
             for summary in hparams(self.hyperparameters, metrics):
@@ -106,14 +113,17 @@ class Metrics(Callback):
         if trainer.global_step == self.WARMUP_STEPS:  # first steps allocate and compile: not a step's time
             self._stop_clock(trainer)
             self.train_seconds += self._interval_seconds
+            self._warmup_ms = 1000 * self._interval_seconds / self._interval_steps
             self._interval_seconds, self._interval_steps = 0.0, 0
         if trainer.global_step % trainer.log_every_n_steps == 0 or run_progress(trainer) >= 1:
             self._stop_clock(trainer)
             self._write(trainer)
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Stops the clock: validation is not part of a step."""
+        """Stops the clock, and reads a step's memory: validation is not part of a step."""
         self._stop_clock(trainer)
+        if math.isnan(self.peak_memory_mb) and trainer.state.fn == "fit":
+            self.peak_memory_mb = peak_memory_mb(trainer.strategy.root_device.type) - self._memory_before_mb
 
     def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer) -> None:
         """Keeps the gradient norm of a step that will be written, before it is clipped."""
@@ -129,7 +139,7 @@ class Metrics(Callback):
         values = {
             "train/loss": float(self._loss_sum) / self._interval_batches,
             "train/tokens": self.tokens,
-            "memory/mb": memory_mb(trainer.strategy.root_device),
+            "memory/mb": peak_memory_mb(trainer.strategy.root_device.type),
         }
         for group in trainer.optimizers[0].param_groups:
             values["lr/muon" if group["muon"] else "lr/adamw"] = group["lr"]
@@ -138,19 +148,16 @@ class Metrics(Callback):
         self.train_seconds += self._interval_seconds
         if self._interval_steps and self._interval_seconds:
             step_ms = 1000 * self._interval_seconds / self._interval_steps
-            self.step_ms_readings.append(step_ms)
-            values["speed/step_ms"] = step_ms
-            values["speed/tokens_per_second"] = self.tokens_per_second
+            if trainer.global_step <= self.WARMUP_STEPS:
+                self._warmup_ms = step_ms
+            else:
+                self.step_ms_readings.append(step_ms)
+                values["speed/step_ms"] = step_ms
+                values["speed/tokens_per_second"] = self.tokens_per_second
         for logger in trainer.loggers:
             logger.log_metrics(values, trainer.global_step)
         self._interval_seconds, self._interval_steps, self._interval_batches = 0.0, 0, 0
         self._loss_sum = 0.0
-
-
-def memory_mb(device: torch.device) -> float:
-    """Most memory taken so far on a GPU, memory of the process on a CPU; MB = 2^20 bytes."""
-    taken = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
-    return taken / 2**20
 
 
 def _now(trainer: Trainer) -> float:
@@ -223,33 +230,69 @@ def _minutes(seconds: float) -> str:
 
 
 class Snapshots(Callback):
-    """At every validation: attention maps of a fixed passage as a picture, and a few lines of the model's writing.
+    """At every validation: attention maps of a fixed passage, scores of every head, and a few lines of writing.
 
     Args:
-        passage: token ids of a validation passage; its first tokens, up to the context, are drawn.
+        passage: token ids of a validation passage. Heads are scored on it, up to the context, and its first
+            TOKENS_DRAWN tokens are drawn.
     """
 
+    PASSAGE_TOKENS = 256
     TOKENS_DRAWN = 32
     SAMPLING = SamplingConfig(max_new_tokens=100)
 
     def __init__(self, passage: list[int]):
-        self.passage = passage[: self.TOKENS_DRAWN]
+        self.passage = passage
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Draws and writes, at the training step."""
         if trainer.sanity_checking or trainer.state.fn != "fit" or not trainer.is_global_zero or not trainer.loggers:
             return
-        from model.attention_picture import draw_attention  # here: matplotlib takes its time, and not every run draws
+        from model.attention_picture import draw_attention  # here: not every run draws
 
-        writer, step = trainer.logger.experiment, trainer.global_step
-        ids = torch.tensor([self.passage[: module.network.config.context_length]], device=module.device)  # (1, T)
-        maps = [weights[0].float().cpu().numpy() for weights in module.network.attention_maps(ids)]  # (H, T, T) each
-        labels = token_labels(module.tokenizer, ids[0].tolist())
-        writer.add_image("attention", draw_attention(maps, labels, f"step {step:,}"), step, dataformats="HWC")
+        network, writer, step = module.network, trainer.logger.experiment, trainer.global_step
+        context_length = network.config.context_length
+        passage = self.passage[:context_length]
+        maps = attention_of(network, torch.tensor([passage]))  # (L, 1, H, T, T)
+        drawn = passage[: self.TOKENS_DRAWN]  # what comes later changes nothing in the maps of the tokens before
+        first_maps = maps[:, 0, :, : len(drawn), : len(drawn)].numpy()
+        labels = token_labels(module.tokenizer, drawn)
+        writer.add_image("attention", draw_attention(first_maps, labels, f"step {step:,}"), step, dataformats="HWC")
+        if len(passage) > 1 and context_length > 3:  # else there is nothing to choose between
+            repeated = repeated_sequences(torch.tensor(self.passage), context_length)
+            log_head_scores(writer, step, maps, attention_of(network, repeated))
 
         start = self.passage[:1]
-        text = module.tokenizer.decode(start + list(generate(module.network, start, self.SAMPLING)))
+        text = module.tokenizer.decode(start + list(generate(network, start, self.SAMPLING)))
         writer.add_text("writing", "\n".join("    " + line for line in text.split("\n")), step)  # a code block
+
+
+def attention_of(network: GPT, ids: Tensor) -> Tensor:
+    """The weights in every layer for ids (B, T): (L, B, H, T, T) on the CPU."""
+    device = network.token_embedding.weight.device
+    return torch.stack(network.attention_maps(ids.to(device))).float().cpu()
+
+
+def log_head_scores(writer: SummaryWriter, step: int, maps: Tensor, repeated_maps: Tensor) -> None:
+    """Writes one picture of the scores of all heads, and of each score the strongest head's as a curve."""
+    from model.attention_picture import draw_head_scores
+
+    scores = head_scores(maps, repeated_maps)
+    T = maps.size(-1)
+    names = {  # the picture's title of each score, and the value that gets the full colour
+        "entropy": ("entropy, bits", math.log2(T)),
+        "distance": ("tokens back", T / 2),
+        "previous": ("previous token", 1.0),
+        "first": ("first token", 1.0),
+        "induction": ("induction", 1.0),
+    }
+    tables = {title: scores[name].numpy() for name, (title, _) in names.items()}
+    writer.add_image("heads", draw_head_scores(tables, dict(names.values()), f"step {step:,}"), step, dataformats="HWC")
+    for name, table in scores.items():
+        if name == "entropy":  # the head that looks most narrowly
+            writer.add_scalar("heads/entropy_min", table.min(), step)
+        else:
+            writer.add_scalar(f"heads/{name}_max", table.max(), step)
 
 
 class KeepCheckpoint(ModelCheckpoint):

@@ -27,6 +27,10 @@ class GPTConfig:
     """Width of the residual stream."""
     mlp_hidden: int | None = None
     """Width inside the MLP. None: 4 x d_model; for swiglu 8/3 x d_model, so that all MLPs have as many weights."""
+    attention_window: int | None = None
+    """Tokens a query can look at, itself included; attention then costs as much a token at any context. None: all."""
+    attention_pattern: str = "L"
+    """Which layers keep to the window: L local, F full, repeated over the layers. No effect without a window."""
 
     positions: str = "learned"
     """How a token's place gets in: "learned" (a vector a position) or "rope" (rotated queries and keys)."""
@@ -70,6 +74,11 @@ class GPTConfig:
         # SwiGLU has three matrices where the others have two; multiples of 32 suit vector units.
         return 4 * self.d_model if self.mlp != "swiglu" else -(-8 * self.d_model // 3 // 32) * 32
 
+    def window_of(self, layer: int) -> int | None:
+        """Tokens a query of this layer, counted from 0, can look at. None: all before it."""
+        local = self.attention_pattern[layer % len(self.attention_pattern)] == "L"
+        return self.attention_window if local else None
+
     def __post_init__(self):
         """Refuses what cannot work. Raises UserError."""
         for name in (
@@ -80,6 +89,7 @@ class GPTConfig:
             "d_model",
             "num_kv_heads",
             "mlp_hidden",
+            "attention_window",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -88,6 +98,11 @@ class GPTConfig:
             value = getattr(self, name)
             if value not in choices:
                 raise UserError(f"model.{name} is {value!r}, but must be one of {', '.join(choices)}.")
+        if not self.attention_pattern or set(self.attention_pattern) - set("LF"):
+            raise UserError(
+                f"model.attention_pattern is {self.attention_pattern!r}, but must be letters L (local) and F (full), "
+                "such as LLLF for every fourth layer full."
+            )
         if not 0 <= self.dropout < 1:
             raise UserError(f"model.dropout is {self.dropout}, but must be at least 0 and below 1.")
         for name in ("norm_eps", "rope_base", "logit_soft_cap"):

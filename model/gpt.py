@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from model.attention import MultiHeadAttention, rope_tables
 from model.config import GPTConfig
+from model.linear import Linear
 
 
 def build_norm(config: GPTConfig) -> nn.Module:
@@ -30,8 +31,8 @@ class MLP(nn.Module):
         super().__init__()
         self.kind = config.mlp
         gates = 2 if config.mlp == "swiglu" else 1  # SwiGLU's gate and value come from one matrix: [gate | value]
-        self.up = nn.Linear(config.d_model, gates * config.mlp_width, bias=config.bias)
-        self.down = nn.Linear(config.mlp_width, config.d_model, bias=config.bias)
+        self.up = Linear(config.d_model, gates * config.mlp_width, bias=config.bias)
+        self.down = Linear(config.mlp_width, config.d_model, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)  # (B, T, mlp_width), twice as wide for swiglu
@@ -46,10 +47,15 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Two residual lines: tokens talk to each other, then each thinks alone."""
+    """Two residual lines: tokens talk to each other, then each thinks alone.
 
-    def __init__(self, config: GPTConfig):
+    Args:
+        window: tokens a query can look at. None: all before it.
+    """
+
+    def __init__(self, config: GPTConfig, window: int | None = None):
         super().__init__()
+        self.window = window
         self.attention_norm = build_norm(config)
         self.attention = MultiHeadAttention(
             config.d_model,
@@ -66,7 +72,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), causal=True, rope=rope))
+        x = x + self.dropout(self.attention(self.attention_norm(x), causal=True, window=self.window, rope=rope))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -86,9 +92,9 @@ class GPT(nn.Module):
             self.register_buffer("rope_sin", sin, persistent=False)
         self.embedding_norm = build_norm(config) if config.embedding_norm else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config, config.window_of(layer)) for layer in range(config.num_layers))
         self.final_norm = build_norm(config)
-        self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.output = Linear(config.d_model, config.vocab_size, bias=False)
         if config.tied_embeddings:
             self.output.weight = self.token_embedding.weight
         self.init_weights()
@@ -130,7 +136,9 @@ class GPT(nn.Module):
         self.eval()
         x, rope = self.embed(ids)
         for block in self.blocks:
-            _, weights = block.attention(block.attention_norm(x), causal=True, rope=rope, need_weights=True)
+            _, weights = block.attention(
+                block.attention_norm(x), causal=True, window=block.window, rope=rope, need_weights=True
+            )
             maps.append(weights)
             x = block(x, rope)
         self.train(training)

@@ -95,8 +95,13 @@ class GPTLightning(pl.LightningModule):
         nats, tokens, num_bytes = self.trainer.strategy.reduce(self.val_sums, reduce_op="sum").tolist()
         self.validation = {"nats_per_token": nats / tokens, "bits_per_byte": nats / num_bytes / math.log(2)}
         if self.trainer.state.fn == "fit":
-            self.log("val/loss", self.validation["nats_per_token"])
-            self.log("val/bits_per_byte", self.validation["bits_per_byte"])
+            self.log("val/loss", self.validation["nats_per_token"], logger=False)  # what checkpoints are chosen by
+            values = {
+                "val/loss": self.validation["nats_per_token"],
+                "val/bits_per_byte": self.validation["bits_per_byte"],
+            }
+            for logger in self.trainer.loggers:  # self.log would write one step too early
+                logger.log_metrics(values, self.global_step)
 
     # Optimiser
 

@@ -7,14 +7,14 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-CURVES = ("step_ms", "tokens_per_second", "val_nats_per_token", "val_bits_per_byte")
+CURVES = ("step_ms", "tokens_per_second", "peak_memory_mb", "val_nats_per_token", "val_bits_per_byte")
 
 
 class SweepCurves(Callback):
     """Hydra calls this; see `hydra.callbacks` in configs/train.yaml."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Writes by_context_length/ below the sweep's directory, if its runs differ in context length."""
+        """Writes by_context_length/ below the sweep's directory, if its runs differ in context length; says so."""
         sweep_dir = Path(config.hydra.sweep.dir)
         summaries = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(sweep_dir.glob("*/summary.json"))]
         by_length = {summary["context_length"]: summary for summary in summaries}
@@ -26,3 +26,16 @@ class SweepCurves(Callback):
             for length, summary in sorted(by_length.items()):
                 for name in CURVES:
                     writer.add_scalar(f"by_context_length/{name}", summary[name], length)
+        print(table(by_length))
+        print(f"\nas curves:    tensorboard --logdir {sweep_dir / 'by_context_length'}")
+
+
+def table(by_length: dict[int, dict[str, Any]]) -> str:
+    """A line a context length."""
+    lines = ["", f"{'context':>7} {'step, ms':>9} {'tokens/s':>9} {'peak, MB':>9} {'bits per byte':>14} {'steps':>7}"]
+    for length, run in sorted(by_length.items()):
+        lines.append(
+            f"{length:>7,} {run['step_ms']:>9,.1f} {run['tokens_per_second']:>9,.0f} {run['peak_memory_mb']:>9,.0f} "
+            f"{run['val_bits_per_byte']:>14.3f} {run['steps']:>7,}"
+        )
+    return "\n".join(lines)

@@ -111,9 +111,9 @@ def call(start) -> Callable[..., Finished]:
 
 def write_text(path: Path, num_lines: int) -> Path:
     """Lines of eight words in random order: there is something to learn, and soon no more."""
-    words = "the king and queen of night day love death sweet thou art no more than what we are speak my lord".split()
+    words = "the king and queen of night day love death sweet thou art no more than what we are speak my lord"
     draw = random.Random(0)
-    lines = [" ".join(draw.choice(words) for _ in range(8)).capitalize() + "." for _ in range(num_lines)]
+    lines = [" ".join(draw.choice(words.split(" ")) for _ in range(8)).capitalize() + "." for _ in range(num_lines)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
@@ -131,7 +131,8 @@ def cache_dir(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def tiny(text_file, cache_dir) -> tuple[str, ...]:
     """Overrides of a run that takes a moment; it still needs a runs_dir and an end."""
-    return (*SHAPE, f"data.corpus={text_file}", f"data.cache_dir={cache_dir}", "trainer.log_every_n_steps=5", "trainer.accelerator=cpu")
+    places = (f"data.corpus={text_file}", f"data.cache_dir={cache_dir}")
+    return (*SHAPE, *places, "trainer.log_every_n_steps=5", "trainer.accelerator=cpu")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,388 @@
+"""What context costs: attention alone and a whole training step, over growing context lengths.
+
+    python -m benchmarks.context_cost [key=value ...]      the keys: configs/context_cost.yaml
+
+Three attentions side by side: written out (the whole T x T matrix in memory), fused (PyTorch's SDPA, which never
+stores it) and windowed (fused, and no token looks back further than `model.attention_window`). All lengths have the
+same number of tokens a batch. A time is the median of several runs after a warm-up, with quartiles; it is forward and
+backward, and for a step also the optimiser. Memory is the peak of a fresh process. The last line is JSON.
+"""
+
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+import torch
+from omegaconf import DictConfig
+
+from benchmarks.growth import Growth, fit_growth, where_equal
+from benchmarks.memory_of import measure_memory
+from benchmarks.workload import attention_pass, training_step
+from configs.command_line import compose, one_line_errors
+from configs.errors import UserError
+from configs.schema import build
+from model.config import GPTConfig, OptimizerConfig
+from model.cost import IMPLEMENTATIONS, attention_flops, crossing_by_flops, kept_bytes, score_matrix_bytes, step_flops
+from sample import pick_device
+
+SECONDS_A_TIMING = 0.8
+"""Short workloads are repeated for so long, slow ones LEAST_RUNS times."""
+LEAST_RUNS, MOST_RUNS = 3, 30
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds: median, lower and upper quartile."""
+
+    ms: float
+    low_ms: float
+    high_ms: float
+    runs: int
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One implementation at one context length; `attention` is one layer's, `step` the whole model's."""
+
+    implementation: str
+    context_length: int
+    sequences: int
+    attention: Timing
+    step: Timing
+    attention_peak_mb: float
+    kept_mb: float
+    """What one layer's attention keeps for the backward pass."""
+    step_peak_mb: float
+    attention_gflops: float
+    step_gflops: float
+    """Operations on paper of a batch, in thousand millions."""
+
+
+@dataclass
+class Measured:
+    """Everything the command found."""
+
+    config: GPTConfig
+    device: str
+    threads: int
+    matmul_gflops_per_second: float
+    readings: list[Reading] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+    @property
+    def implementations(self) -> tuple[str, ...]:
+        """Those that are measured: the window may have been taken away."""
+        return IMPLEMENTATIONS if self.config.attention_window else IMPLEMENTATIONS[:2]
+
+    def of(self, implementation: str) -> list[Reading]:
+        """Its readings, by length."""
+        return [reading for reading in self.readings if reading.implementation == implementation]
+
+    def fitted(self, implementation: str) -> list[Reading]:
+        """The readings that one formula can hold for: up to its length a window is no window."""
+        shortest = self.config.attention_window + 1 if implementation == "windowed" else 0
+        return [reading for reading in self.of(implementation) if reading.context_length >= shortest]
+
+    def rest_ms(self, reading: Reading) -> float:
+        """A step without the attention of its layers. Never 0: two timings are subtracted."""
+        return max(reading.step.ms - self.config.num_layers * reading.attention.ms, 1e-3)
+
+    def growth(self, implementation: str, part: str) -> Growth | None:
+        """Fit of microseconds a sequence over the context length; part is "attention" or "step"."""
+        readings = self.fitted(implementation)
+        times = [1000 * getattr(reading, part).ms / reading.sequences for reading in readings]
+        return fit_growth([reading.context_length for reading in readings], times)
+
+    def crossing(self, implementation: str) -> float | None:
+        """The length at which attention costs as much as the rest of the step, where it lies between two readings."""
+        readings = self.of(implementation)
+        return where_equal(
+            [reading.context_length for reading in readings],
+            [self.config.num_layers * reading.attention.ms for reading in readings],
+            [self.rest_ms(reading) for reading in readings],
+        )
+
+
+def main(config: DictConfig) -> None:
+    """Measures, prints, draws and logs. Raises UserError for what the user can mend."""
+    for name in ("tokens_per_batch", "seconds"):
+        if config[name] < 1:
+            raise UserError(f"{name} is {config[name]}, but must be at least 1.")
+    lengths = sorted(set(config.lengths))
+    if not lengths or lengths[0] < 16:
+        raise UserError(f"lengths is {list(config.lengths)}, but must list context lengths of at least 16.")
+    network_config = build(GPTConfig, config.model, attention_pattern="L")  # windowed: every layer is
+    optimizer_config = build(OptimizerConfig, config.optimizer)
+    device = pick_device(config.device)
+    torch.manual_seed(config.seed)
+
+    c, threads = network_config, torch.get_num_threads()
+    measured = Measured(c, device, threads, matmul_gflops_per_second(device))
+    print(
+        f"{c.num_layers} layers, {c.num_heads} heads of {c.head_dim}, width {c.d_model}, vocabulary {c.vocab_size:,}; "
+        f"{config.tokens_per_batch:,} tokens a batch\n"
+        f"on {device}, {threads} threads; a large float32 matrix product runs at "
+        f"{measured.matmul_gflops_per_second:,.0f} GFLOP/s\n"
+    )
+    measure(measured, optimizer_config, lengths, config)
+    if not measured.readings:
+        raise UserError("nothing fitted into the budget. Raise seconds or memory_mb, or lower tokens_per_batch.")
+    print("\n" + conclusions(measured))
+    if config.png is not None:
+        from benchmarks.cost_picture import draw_cost
+
+        draw_cost(measured, Path(config.png))
+        print(f"picture: {config.png}")
+    if config.logdir is not None:
+        log_scalars(measured, Path(config.logdir))
+        print(f"TensorBoard, the x axis is the context length: tensorboard --logdir {config.logdir}")
+    print(json.dumps(json.loads(json.dumps(as_json(measured)), parse_float=lambda x: float(f"{float(x):.4g}"))))
+
+
+def measure(measured: Measured, optimizer_config: OptimizerConfig, lengths: list[int], config: DictConfig) -> None:
+    """Fills in the readings, shortest context first, printing each; says what no longer fits, and why."""
+    began, limit_mb = time.perf_counter(), config.memory_mb or 0.75 * free_memory_mb(measured.device)
+    spent_on_last: dict[str, float] = {}
+    stopped: set[str] = set()
+    print(HEADER)
+    for length in lengths:
+        for name in reversed(measured.implementations):  # the slow one last
+            if name in stopped:
+                continue
+            before = time.perf_counter()
+            sequences = max(1, config.tokens_per_batch // length)
+            last = measured.of(name)[-1] if measured.of(name) else None
+            needed_mb = expected_mb(measured.config, name, length, sequences, last)
+            # Attention grows with the pairs a batch, the rest of a step less.
+            grown = (length / last.context_length) ** 2 * sequences / last.sequences if last else 1.0
+            needed_s = grown * spent_on_last.get(name, 0.0)
+            left_s = config.seconds - (before - began)
+            reading = None
+            if needed_mb > limit_mb:
+                why = f"needs about {needed_mb:,.0f} MB, the limit is {limit_mb:,.0f} MB (memory_mb)"
+            elif needed_s > left_s or left_s < 0:
+                why = f"needs about {needed_s:,.0f} s, {max(0, left_s):,.0f} of {config.seconds:,.0f} s left (seconds)"
+            else:
+                reading = read(measured, optimizer_config, name, length, sequences)
+                why = "the process that measured its memory was killed"
+            if reading is None:
+                stopped.add(name)
+                longer = " and longer" if length < lengths[-1] else ""
+                measured.skipped.append(f"{title(name)} at {length:,}{longer}: {why}")
+                print(f"skipped: {measured.skipped[-1]}", flush=True)
+                continue
+            measured.readings.append(reading)
+            spent_on_last[name] = time.perf_counter() - before
+            print(row(measured, reading), flush=True)
+
+
+def read(
+    measured: Measured, optimizer_config: OptimizerConfig, name: str, length: int, sequences: int
+) -> Reading | None:
+    """Measures one implementation at one length: memory first. None: its memory could not be had."""
+    c, device = measured.config, measured.device
+    options = {
+        "config": c,
+        "implementation": name,
+        "context_length": length,
+        "sequences": sequences,
+    }
+    step_options = options | {"optimizer_config": optimizer_config}
+    memory = measure_memory("attention_pass", device, measured.threads, options)
+    step_memory = measure_memory("training_step", device, measured.threads, step_options) if memory else None
+    if step_memory is None:
+        return None
+    return Reading(
+        name,
+        length,
+        sequences,
+        time_of(attention_pass(**options, device=device), device),
+        time_of(training_step(**step_options, device=device), device),
+        memory["peak"],
+        memory["kept"],
+        step_memory["peak"],
+        3 * sequences * attention_flops(c, length, name) / c.num_layers / 1e9,
+        sequences * step_flops(c, length, name) / 1e9,
+    )
+
+
+def time_of(work, device: str) -> Timing:
+    """Runs the work once to warm up, then until there are enough runs."""
+    times: list[float] = []
+    while len(times) <= LEAST_RUNS or (sum(times[1:]) < SECONDS_A_TIMING and len(times) <= MOST_RUNS):
+        start = now(device)
+        work()
+        times.append(now(device) - start)
+    low, middle, high = statistics.quantiles((1000 * t for t in times[1:]), n=4, method="inclusive")
+    return Timing(middle, low, high, len(times) - 1)
+
+
+def now(device: str) -> float:
+    """Seconds, once the device has done all it was given."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    elif device == "mps":
+        torch.mps.synchronize()
+    return time.perf_counter()
+
+
+def matmul_gflops_per_second(device: str) -> float:
+    """What this machine's matrix product reaches, float32: the ceiling to compare with."""
+    size = 2048 if device == "cpu" else 8192
+    a = torch.randn(size, size, device=device)
+    return 2 * size**3 / (time_of(lambda: a @ a, device).low_ms / 1000) / 1e9
+
+
+def free_memory_mb(device: str) -> float:
+    """Memory that a workload may still take."""
+    return (torch.cuda.mem_get_info()[0] if device.startswith("cuda") else psutil.virtual_memory().available) / 2**20
+
+
+def expected_mb(config: GPTConfig, name: str, length: int, sequences: int, last: Reading | None) -> float:
+    """A training step's memory, from that at the last length: only a written-out score matrix grows.
+
+    A step holds the weights of every layer, and at its peak in one layer two gradients of the same size.
+    """
+    if name != "written_out":
+        return last.step_peak_mb if last else 0.0
+    grown = score_matrix_bytes(length, config.num_heads, sequences=sequences)
+    if last is not None:
+        grown -= score_matrix_bytes(last.context_length, config.num_heads, sequences=last.sequences)
+    return (last.step_peak_mb if last else 0.0) + (config.num_layers + 2) * grown / 2**20
+
+
+def title(name: str) -> str:
+    """As it is called in tables and pictures."""
+    return name.replace("_", " ")
+
+
+HEADER = (
+    f"{'context':>7}  {'attention':<11}  {'one layer, ms':>21}  {'training step, ms':>21}  {'peak, MB':>8}  "
+    f"{'GFLOP':>6}  {'speed':>5}\n"
+    f"{'':>7}  {'':<11}  {'median (quartiles)':>21}  {'median (quartiles)':>21}  {'step':>8}  {'step':>6}  {'share':>5}"
+)
+
+
+def row(measured: Measured, reading: Reading) -> str:
+    """A reading as a line below HEADER; the last column is the share of the matrix product's speed."""
+    share = reading.step_gflops / (reading.step.ms / 1000) / measured.matmul_gflops_per_second
+    return (
+        f"{reading.context_length:>7,}  {title(reading.implementation):<11}  {shown(reading.attention):>21}  "
+        f"{shown(reading.step):>21}  {reading.step_peak_mb:>8,.0f}  {reading.step_gflops:>6,.0f}  {share:>5.0%}"
+    )
+
+
+def shown(timing: Timing) -> str:
+    """Median and quartiles to three figures."""
+    digits = 1 if timing.ms < 100 else 0
+    return f"{timing.ms:,.{digits}f} ({timing.low_ms:,.{digits}f} - {timing.high_ms:,.{digits}f})"
+
+
+def conclusions(measured: Measured) -> str:
+    """How time and memory grow, and where attention overtakes the rest, in words and figures."""
+    names = [name for name in measured.implementations if measured.of(name)]
+    lines = ["Time of one sequence, fitted: a T + b T^2, and T^p over the longest lengths (± standard error)"]
+    for part, what in (("attention", "one layer's attention"), ("step", "training step")):
+        for name in names:
+            g = measured.growth(name, part)
+            if g is not None:
+                lines.append(
+                    f"  {what + ', ' + title(name):<34}  a = {g.a:7.3f} ± {g.a_error:.3f} us   "
+                    f"b = {1000 * g.b:7.3f} ± {1000 * g.b_error:.3f} ns   "
+                    f"p = {g.exponent:.2f} ± {g.exponent_error:.2f} from {g.exponent_from:,}"
+                )
+    lines += ["", "Attention of all layers takes as long as the rest of the step at a context of"]
+    for name in names:
+        readings, by_flops = measured.of(name), crossing_by_flops(measured.config, name)
+        crossing = measured.crossing(name)
+        if crossing is not None:
+            found = f"{crossing:,.0f}"
+        elif measured.config.num_layers * readings[0].attention.ms >= measured.rest_ms(readings[0]):
+            found = f"less than {readings[0].context_length:,}"
+        else:
+            found = f"more than {readings[-1].context_length:,}"
+        predicted = "never" if by_flops is None else f"{by_flops:,.0f}"
+        lines.append(f"  {title(name):<11}  measured: {found:<16}  by operations alone: {predicted}")
+    written_out = measured.of("written_out")
+    if written_out:
+        lines += [
+            "",
+            "One layer's score matrix, written out, MB: by formula, and measured (what it keeps less the rest)",
+        ]
+        for reading in written_out:
+            lines.append(
+                f"  {reading.context_length:>7,}  {formula_mb(measured, reading):>9,.1f}  "
+                f"{matrix_mb(measured, reading):>9,.1f}"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def formula_mb(measured: Measured, reading: Reading) -> float:
+    """The score matrix on paper."""
+    return score_matrix_bytes(reading.context_length, measured.config.num_heads, sequences=reading.sequences) / 2**20
+
+
+def matrix_mb(measured: Measured, reading: Reading) -> float:
+    """The score matrix as measured: what written-out attention keeps, less the other, small things it keeps."""
+    kept = kept_bytes(measured.config, reading.context_length, "written_out", reading.sequences)
+    return reading.kept_mb - (kept / 2**20 - formula_mb(measured, reading))
+
+
+def log_scalars(measured: Measured, logdir: Path) -> None:
+    """A TensorBoard run an implementation, so that a chart shows them side by side; the step is the context length."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    for name in measured.implementations:
+        with SummaryWriter(str(logdir / name)) as writer:
+            for reading in measured.of(name):
+                for tag, value in (
+                    ("attention_ms", reading.attention.ms),
+                    ("step_ms", reading.step.ms),
+                    ("attention_peak_mb", reading.attention_peak_mb),
+                    ("step_peak_mb", reading.step_peak_mb),
+                    ("step_gflops", reading.step_gflops),
+                ):
+                    writer.add_scalar(f"cost_by_context_length/{tag}", value, reading.context_length)
+
+
+def as_json(measured: Measured) -> dict:
+    """All figures."""
+    names = [name for name in measured.implementations if measured.of(name)]
+    return {
+        "benchmark": "context_cost",
+        "device": measured.device,
+        "threads": measured.threads,
+        "torch": torch.__version__,
+        "matmul_gflops_per_second": measured.matmul_gflops_per_second,
+        "model": asdict(measured.config),
+        "readings": [asdict(reading) for reading in measured.readings],
+        "fits": {
+            name: {
+                part: asdict(growth)
+                for part in ("attention", "step")
+                if (growth := measured.growth(name, part)) is not None
+            }
+            for name in names
+        },
+        "crossings": {
+            name: {
+                "measured": measured.crossing(name),
+                "by_flops": crossing_by_flops(measured.config, name),
+            }
+            for name in names
+        },
+        "score_matrix_mb": {
+            reading.context_length: {"formula": formula_mb(measured, reading), "measured": matrix_mb(measured, reading)}
+            for reading in measured.of("written_out")
+        },
+        "skipped": measured.skipped,
+    }
+
+
+if __name__ == "__main__":
+    with one_line_errors("context_cost"):
+        main(compose("context_cost", sys.argv[1:]))

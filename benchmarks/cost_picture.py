@@ -1,0 +1,104 @@
+"""Time and memory over the context length as one log-log picture: points measured, lines fitted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+if TYPE_CHECKING:
+    from benchmarks.context_cost import Measured
+
+# From the colour map of the attention pictures, magma, in its order of brightness.
+COLOURS = {"fused": "#3b0f70", "written_out": "#b5367a", "windowed": "#f8765c"}
+
+
+def draw_cost(measured: Measured, path: Path) -> None:
+    """Draws one layer's attention, a training step, and a step's memory, side by side, and writes a PNG."""
+    figure = Figure(figsize=(11, 4.1), dpi=100, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 3)
+    for axes, part, heading in (
+        (panels[0], "attention", "attention of one layer, ms"),
+        (panels[1], "step", "training step, ms"),
+        (panels[2], "memory", "peak memory of a training step, MB"),
+    ):
+        ends = [
+            draw_line(axes, measured, name, part, colour) for name, colour in COLOURS.items() if measured.of(name)
+        ]  # x, y, name, colour of each line's end
+        finish(axes, heading)
+        label_ends(axes, ends)
+    tokens = measured.readings[0].context_length * measured.readings[0].sequences
+    c = measured.config
+    figure.supxlabel(
+        f"context length, at {tokens:,} tokens a batch: {c.num_layers} layers, {c.num_heads} heads of {c.head_dim}; "
+        f"{measured.device}, {measured.threads} threads\n"
+        "forward and backward; points: medians with quartiles; lines: a T + b T² a sequence, fitted",
+        fontsize=9,
+        color="#555555",
+    )
+    canvas.print_png(path)
+
+
+def draw_line(axes: Axes, measured: Measured, name: str, part: str, colour: str) -> tuple[float, float, str, str]:
+    """Points of one implementation, with its fit where there is one; returns where the line ends."""
+    readings = measured.of(name)
+    lengths = np.array([reading.context_length for reading in readings], float)
+    if part == "memory":
+        y = [reading.step_peak_mb for reading in readings]
+        axes.plot(lengths, y, "o-", color=colour, markersize=4, linewidth=1.2)
+        return lengths[-1], y[-1], name, colour
+    timings = [getattr(reading, part) for reading in readings]
+    y = [timing.ms for timing in timings]
+    spread = [[t.ms - t.low_ms for t in timings], [t.high_ms - t.ms for t in timings]]
+    axes.errorbar(lengths, y, spread, fmt="o", color=colour, markersize=4, linewidth=1)
+    growth = measured.growth(name, part)
+    if growth is not None:
+        T = np.geomspace(measured.fitted(name)[0].context_length, lengths[-1], 100)
+        sequences = np.interp(T, lengths, [r.sequences * r.context_length for r in readings]) / T
+        fitted = sequences * (growth.a * T + growth.b * T**2) / 1000  # us a sequence -> ms a batch
+        positive = fitted > 0  # a small negative a would leave the logarithm's range
+        axes.plot(T[positive], fitted[positive], color=colour, linewidth=1.2)
+    return lengths[-1], y[-1], name, colour
+
+
+def finish(axes: Axes, heading: str) -> None:
+    """Logarithmic axes, a tick at every other power of two, and nothing else."""
+    axes.set_title(heading, fontsize=10, loc="left")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    low, high = axes.get_xlim()
+    axes.set_xlim(low, high * (high / low) ** 0.42)  # room for the labels at the lines' ends
+    powers = range(int(np.ceil(np.log2(low))), int(np.floor(np.log2(high))) + 1)
+    axes.set_xticks([2.0**power for power in powers][:: 2 if len(powers) > 5 else 1])
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    bottom, top = axes.get_ylim()
+    if top / bottom < 100:  # too few powers of ten for ticks
+        steps = [m * 10.0**e for e in range(-3, 8) for m in (1, 2, 5)]
+        axes.set_yticks([step for step in steps if bottom <= step <= top])
+        axes.yaxis.set_minor_locator(NullLocator())
+    axes.grid(color="#eeeeee", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8, color="#999999")
+
+
+def label_ends(axes: Axes, ends: list[tuple[float, float, str, str]]) -> None:
+    """Writes each line's name at its end, moved apart where two would touch."""
+    bottom, top = np.log(axes.get_ylim())
+    least = 0.05 * (top - bottom)
+    below = -np.inf
+    for x, y, name, colour in sorted(ends, key=lambda end: end[1]):
+        place = max(np.log(y), below + least)
+        below = place
+        axes.annotate(
+            name.replace("_", " "), (x, np.exp(place)), (7, 0), textcoords="offset points",
+            va="center", color=colour, fontsize=9,
+        )  # fmt: skip

@@ -1,0 +1,61 @@
+"""How a time grows with the context length: a T + b T^2 and the exponent, fitted, with standard errors."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+EXPONENT_POINTS = 4
+"""The exponent is that of the longest lengths only: at short ones overheads hide the growth."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What was fitted; standard errors are nan where there are no more points than coefficients."""
+
+    a: float
+    a_error: float
+    b: float
+    b_error: float
+    exponent: float
+    exponent_error: float
+    exponent_from: int
+    """The exponent is fitted from this length on."""
+
+
+def fit_growth(lengths: list[int], times: list[float]) -> Growth | None:
+    """Fits the time of one sequence, in any unit, over its length. None: fewer than two lengths.
+
+    Least squares of relative deviations, since the times span orders of magnitude and a tenth is a tenth anywhere.
+    """
+    if len(lengths) < 2:
+        return None
+    T, y = np.array(lengths, float), np.array(times, float)
+    (a, b), (a_error, b_error) = _least_squares(np.stack([T / y, T**2 / y], axis=1), np.ones_like(y))
+    T, y = T[-EXPONENT_POINTS:], y[-EXPONENT_POINTS:]
+    (_, exponent), (_, error) = _least_squares(np.stack([np.ones_like(T), np.log(T)], axis=1), np.log(y))
+    return Growth(a, a_error, b, b_error, exponent, error, int(T[0]))
+
+
+def _least_squares(columns: np.ndarray, target: np.ndarray) -> tuple[list[float], list[float]]:
+    """Coefficients and their standard errors; columns (points, coefficients)."""
+    scale = np.linalg.norm(columns, axis=0)  # T and T^2 differ by orders of magnitude
+    columns = columns / scale
+    coefficients = np.linalg.lstsq(columns, target, rcond=None)[0]
+    spare = len(target) - len(coefficients)
+    variance = np.square(target - columns @ coefficients).sum() / spare if spare else math.nan
+    errors = np.sqrt(variance * np.diag(np.linalg.inv(columns.T @ columns)))
+    return (coefficients / scale).tolist(), (errors / scale).tolist()
+
+
+def where_equal(lengths: list[int], first: list[float], second: list[float]) -> float | None:
+    """The length at which `first` overtakes `second`, on a straight line of the log-log picture between two of them.
+
+    None: at none of these lengths, or already at the first.
+    """
+    gaps = [math.log(a / b) for a, b in zip(first, second, strict=True)]
+    for n in range(len(gaps) - 1):
+        if gaps[n] < 0 <= gaps[n + 1]:
+            share = -gaps[n] / (gaps[n + 1] - gaps[n])
+            return lengths[n] * (lengths[n + 1] / lengths[n]) ** share
+    return None

@@ -1,0 +1,91 @@
+"""The two things whose cost is measured, each with one of three attentions: an attention pass and a training step."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.attention import written_out_attention
+from model.config import GPTConfig, OptimizerConfig
+from model.gpt import GPT
+from model.optimizer import build_optimizer
+from model.windowed_attention import windowed_attention
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Something with a forward and a backward half."""
+
+    forward: Callable[[], Tensor]
+    backward: Callable[[Tensor], None]  # takes what forward gave; for a training step the optimiser is in it
+
+    def __call__(self) -> None:
+        self.backward(self.forward())
+
+
+def attention_pass(
+    config: GPTConfig, implementation: str, context_length: int, sequences: int, device: str
+) -> Workload:
+    """softmax(Q K^T / sqrt(D)) V of one layer, causal, and its gradients: no projections."""
+    shape = (sequences, config.num_heads, context_length, config.head_dim)
+    q, k, v = (torch.randn(shape, device=device).requires_grad_() for _ in range(3))  # (B, H, T, D)
+    upstream = torch.randn(shape, device=device)
+
+    def forward() -> Tensor:
+        if implementation == "fused":
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if implementation == "windowed":
+            return windowed_attention(q, k, v, config.attention_window)
+        mask = torch.ones(context_length, context_length, dtype=torch.bool, device=device).tril()
+        return written_out_attention(q, k, v, mask)[0]
+
+    def backward(output: Tensor) -> None:
+        q.grad = k.grad = v.grad = None
+        output.backward(upstream)
+
+    return Workload(forward, backward)
+
+
+def training_step(
+    config: GPTConfig,
+    optimizer_config: OptimizerConfig,
+    implementation: str,
+    context_length: int,
+    sequences: int,
+    device: str,
+) -> Workload:
+    """Forward pass, loss, backward pass and optimiser of the whole model, on random tokens."""
+    window = config.attention_window if implementation == "windowed" else None
+    network = GPT(replace(config, context_length=context_length, attention_window=window)).to(device)
+    if implementation == "written_out":
+        for block in network.blocks:
+            block.attention = WrittenOut(block.attention)
+    optimizer = build_optimizer(network, optimizer_config)
+    ids = torch.randint(config.vocab_size, (sequences, context_length + 1), device=device)
+
+    def forward(ids: Tensor) -> Tensor:
+        logits = network(ids[:, :-1])  # (B, T, vocab_size)
+        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+    def backward(loss: Tensor) -> None:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    backward(forward(ids[:1, :9]))  # so that the optimiser has its averages
+    return Workload(functools.partial(forward, ids), backward)
+
+
+class WrittenOut(nn.Module):
+    """A model's attention, made to take the path that shows its weights."""
+
+    def __init__(self, attention: nn.Module):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x: Tensor, **options) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        return self.attention(x, **options, need_weights=True)[0]

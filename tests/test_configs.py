@@ -1,0 +1,95 @@
+"""Every YAML file works, and says only what differs from the one place where defaults are."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from configs import schema
+from configs.command_line import CONFIG_DIR, compose
+from data.config import DataConfig, TokenizerConfig
+from model.config import GPTConfig, OptimizerConfig, SamplingConfig
+from model.gpt import GPT
+from model.optimizer import build_optimizer
+from model.trainer import resolve
+
+GROUPS = {"model": GPTConfig, "data": DataConfig, "tokenizer": TokenizerConfig, "optimizer": OptimizerConfig}
+FILES = sorted(path.relative_to(CONFIG_DIR) for path in Path(CONFIG_DIR).rglob("*.yaml"))
+CHOICES = [(path.parent.name, path.stem) for path in FILES if len(path.parts) == 2]
+EXPERIMENTS = [name for group, name in CHOICES if group == "experiment"]
+
+
+def built(overrides):
+    """All that a run builds from its config, without text: on the meta device, so that size costs nothing."""
+    config = compose("train", overrides)
+    for group, config_class in GROUPS.items():
+        derived = {"vocab_size": 1000} if group == "model" else {}
+        yield schema.build(config_class, config[group], **derived)
+    resolve(OmegaConf.to_container(config.trainer, resolve=True))
+
+
+@pytest.mark.parametrize(("group", "name"), CHOICES, ids=lambda value: value)
+def test_every_file_composes_and_builds(group, name):
+    model, *_, optimizer = built([f"{group}={name}"])
+    with torch.device("meta"):
+        network = GPT(model)
+    assert len(build_optimizer(network, optimizer).param_groups) >= 1
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("more", [["model=llama"], ["optimizer=adamw", "tokenizer=byte"], ["seed=3"]])
+def test_every_recipe_takes_changes(name, more):
+    assert list(built([f"experiment={name}", *more]))
+    for override in more:
+        key, value = override.split("=")
+        if key == "seed":
+            assert compose("train", [f"experiment={name}", *more]).seed == int(value)
+
+
+def test_sample_composes_with_the_defaults_of_its_dataclass():
+    config = compose("sample", [])
+    for field in dataclasses.fields(SamplingConfig):
+        assert config[field.name] == field.default
+
+
+@pytest.mark.parametrize(
+    ("group", "name"), [choice for choice in CHOICES if choice[0] in GROUPS], ids=lambda value: value
+)
+def test_file_states_only_what_differs_from_the_defaults(group, name):
+    content = yaml.safe_load((CONFIG_DIR / group / f"{name}.yaml").read_text(encoding="utf-8"))
+    assert content.pop("defaults")[0] == "schema"
+    defaults = {field.name: field.default for field in dataclasses.fields(GROUPS[group])}
+    chosen = {"kind", "name"}  # says which choice this is, also where it is the default one
+    assert {key for key, value in content.items() if defaults[key] == value and key not in chosen} == set()
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_keys_of_a_group_are_the_fields_of_its_dataclass(group):
+    schema.register()
+    node = ConfigStore.instance().load(f"{group}/schema.yaml").node
+    assert list(node) == [field.name for field in dataclasses.fields(GROUPS[group])]
+    for field in dataclasses.fields(GROUPS[group]):
+        if field.default is dataclasses.MISSING:
+            assert OmegaConf.is_missing(node, field.name)
+        else:
+            assert node[field.name] == field.default
+
+
+@pytest.mark.parametrize("script", ["train", "sample"])
+def test_file_of_a_script_gives_every_key_of_its_schema_a_value(script):
+    config = compose(script, [])
+    assert {key for key in config if OmegaConf.is_missing(config, key)} == set()
+    assert set(config) == {field.name for field in dataclasses.fields(schema.ROOTS[script])}
+
+
+@pytest.mark.parametrize("script", ["train", "sample"])
+def test_choices_named_in_comments_are_those_there_are(script):
+    for line in (CONFIG_DIR / f"{script}.yaml").read_text(encoding="utf-8").splitlines():
+        head, _, comment = line.partition("#")
+        group = head.strip("- ").partition(":")[0]
+        if group in ("model", "tokenizer", "optimizer"):
+            assert set(comment.strip().split(", ")) == {name for of, name in CHOICES if of == group}

@@ -1,0 +1,137 @@
+"""The lessons' figures, row by row, from the output of the command that shows them."""
+
+import contextlib
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.command_line import compose
+from configs.errors import UserError
+from model import lessons
+from model.cost import score_matrix_bytes
+from model.gpt import GPT, GPTConfig
+
+PROJECT = Path(__file__).resolve().parents[1]
+WITHOUT_MASK = """
+    0.25 0.12 0.23 0.18 0.22
+    0.17 0.20 0.15 0.20 0.28
+    0.18 0.20 0.20 0.19 0.23
+    0.18 0.25 0.17 0.21 0.19
+    0.14 0.16 0.17 0.16 0.36
+"""
+WITH_MASK = """
+    1.00 0.00 0.00 0.00 0.00
+    0.45 0.55 0.00 0.00 0.00
+    0.32 0.34 0.34 0.00 0.00
+    0.22 0.31 0.21 0.26 0.00
+    0.14 0.16 0.17 0.16 0.36
+"""
+LENGTHS = [10, 100, 512, 2048, 8192]
+
+
+@pytest.fixture(scope="module")
+def output():
+    """What `python -m model.lessons lengths=[10,100,512,2048,8192]` prints; time is not measured: it takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lessons, "time_one_head", lambda length: (2e-6 * length**2, 1e-6 * length**2))
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            lessons.main(compose("lessons", [f"lengths={LENGTHS}"]))
+    return printed.getvalue()
+
+
+def rows(output: str) -> dict[int, list[float]]:
+    """Context length -> pairs, MB of one head, MB of the model."""
+    found = re.findall(r"^ +([\d,]+) +([\d,]+) +([\d,]+\.\d) +([\d,]+\.\d) ", output, re.M)
+    return {int(length): values for length, *values in ([float(x.replace(",", "")) for x in row] for row in found)}
+
+
+@pytest.mark.parametrize(("number", "expected"), [(0, WITHOUT_MASK), (1, WITH_MASK)], ids=["unmasked", "causal"])
+def test_both_known_tables_of_weights_are_shown(output, number, expected):
+    cells = re.findall(r"^    token \d ((?: +\d\.\d\d){5})$", output, re.M)
+    assert [line.split() for line in cells[5 * number : 5 * number + 5]] == [
+        line.split() for line in expected.strip().splitlines()
+    ]
+
+
+def test_first_token_upper_triangle_and_last_row_are_stated(output):
+    assert re.search(r"first token has only itself to look at: +1\.00 ", output)
+    assert re.search(r"all of it 0: +they sum to 0\.00", output)
+    assert re.search(r"mask or no mask: +its rows differ by 0\.00", output)
+    attention, x = lessons.five_tokens()
+    free, masked = (attention(x, causal=causal, need_weights=True)[1][0, 0] for causal in (False, True))
+    assert masked[0, 0] == 1 and (masked.triu(1) == 0).all()
+    torch.testing.assert_close(free[-1], masked[-1])
+
+
+def test_minus_infinity_hides_and_zero_does_not(output):
+    assert "softmax of [2, 1, 0]    = [0.665, 0.245, 0.090]" in output
+    assert "softmax of [2, 1, -inf] = [0.731, 0.269, 0.000]" in output
+
+
+def test_changing_the_next_token_leaves_earlier_logits_bit_for_bit():
+    torch.manual_seed(0)
+    network = GPT(GPTConfig(vocab_size=50, context_length=16, num_layers=2, num_heads=2, d_model=16)).eval()
+    ids = torch.randint(50, (1, 16))
+    changed = ids.clone()
+    changed[:, 9:] = (changed[:, 9:] + 1) % 50
+    before, after = network(ids), network(changed)
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert not torch.equal(before[:, 9], after[:, 9])
+
+
+def test_memory_table_has_the_known_pairs_and_megabytes(output):
+    assert {length: row[:2] for length, row in rows(output).items()} == {
+        10: [100, 0.0],
+        100: [10_000, 0.0],
+        512: [262_144, 1.0],
+        2048: [4_194_304, 16.0],
+        8192: [67_108_864, 256.0],
+    }
+
+
+def test_sixteen_times_the_length_costs_256_times_the_memory():
+    for length in (1, 10, 512):
+        assert score_matrix_bytes(16 * length) == 256 * score_matrix_bytes(length)
+
+
+def test_layers_and_heads_multiply_the_memory(output):
+    assert score_matrix_bytes(512, num_heads=12, num_layers=12) == 144 * score_matrix_bytes(512)
+    assert "x144" in output
+    for _, one, model in rows(output).values():
+        assert model == pytest.approx(144 * one, rel=0.01) or one == 0.0
+    assert rows(output)[8192][2] == 144 * 256
+
+
+def test_score_matrix_has_the_bytes_of_the_formula():
+    attention = lessons.MultiHeadAttention(8, 2)
+    _, weights = attention(torch.randn(3, 20, 8), causal=True, need_weights=True)
+    assert score_matrix_bytes(20, num_heads=2, sequences=3) == weights.nbytes
+
+
+def test_time_is_measured_beside_the_memory_and_its_growth_beside_that_of_the_pairs(clean_environment):
+    command = [sys.executable, "-m", "model.lessons", "lengths=[16,64]", "num_layers=3", "num_heads=2"]
+    finished = subprocess.run(command, cwd=PROJECT, env=clean_environment, capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 0 and finished.stderr == "", finished
+    assert "x6" in finished.stdout
+    shorter, longer = (line.split() for line in finished.stdout.splitlines() if re.match(r" +(16|64) ", line))
+    assert all(float(cells[n]) >= 0 for cells in (shorter, longer) for n in (4, 5))  # ms, written out and fused
+    assert shorter[6:] == ["-", "-"]
+    assert longer[6] == "16.0" and float(longer[7]) > 0
+
+
+def test_a_matrix_larger_than_the_free_memory_is_not_tried(monkeypatch):
+    monkeypatch.setattr(lessons, "score_matrix_bytes", lambda length: 10**18)
+    written_out, fused = lessons.time_one_head(16)
+    assert written_out is None and fused > 0
+
+
+@pytest.mark.parametrize("setting", ["lengths=[]", "lengths=[0]", "num_layers=0", "num_heads=0"])
+def test_what_cannot_work_is_refused_before_anything_is_printed(setting, capsys):
+    with pytest.raises(UserError, match=setting.partition("=")[0]):
+        lessons.main(compose("lessons", [setting]))
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,55 @@
+"""A sweep is one directory of runs, and a sweep over context lengths draws one curve."""
+
+import json
+
+import pytest
+import yaml
+
+CURVES = ("step_ms", "tokens_per_second", "peak_memory_mb", "val_nats_per_token", "val_bits_per_byte")
+
+
+@pytest.fixture
+def sweep(call, tiny, tmp_path):
+    """The directory of a sweep over two context lengths, and what it said, from a process of its own."""
+    settings = ("model.context_length=16,8", "trainer.max_steps=10", "validations=1", f"runs_dir={tmp_path}")
+    finished = call("train.py", "-m", *tiny, *settings, runs=tmp_path)
+    assert finished.returncode == 0 and finished.stderr == "", finished
+    return finished
+
+
+def test_sweep_over_context_lengths_is_one_directory_with_a_curve_by_context_length(sweep, events, tmp_path):
+    assert [path.name for path in tmp_path.iterdir()] == [sweep.path.name]
+    runs = sorted(path.parent for path in sweep.path.glob("*/summary.json"))
+    assert [run.name for run in runs] == ["00_model.context_length_16", "01_model.context_length_8"]  # what differs
+    summaries = {}
+    for run in runs:
+        for name in ("config.yaml", "train.log", "checkpoints/best.ckpt", "checkpoints/last.ckpt"):
+            assert (run / name).is_file()
+        assert len(list(run.glob("events.out.tfevents.*"))) == 1
+        summary = json.loads((run / "summary.json").read_text())
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        assert config["model"]["context_length"] == summary["context_length"]
+        assert summary["tokens"] == 10 * 4 * summary["context_length"]
+        assert summary["seconds"] < sweep.seconds
+        summaries[summary["context_length"]] = summary
+    log = events(sweep.path / "by_context_length")
+    for name in CURVES:
+        points = log.Scalars(f"by_context_length/{name}")
+        assert [point.step for point in points] == [8, 16]
+        assert [point.value for point in points] == pytest.approx([summaries[8][name], summaries[16][name]], rel=1e-5)
+
+
+def test_sweep_over_something_else_has_no_curve_by_context_length(train_here):
+    finished = train_here("-m", "seed=1,2", "trainer.max_steps=1", "validations=1")
+    assert finished.returncode == 0 and finished.stderr == "", finished
+    assert len(list(finished.path.glob("*/summary.json"))) == 2
+    assert not (finished.path / "by_context_length").exists()
+
+
+def test_recipe_of_a_sweep_sweeps_and_can_be_narrowed(train_here):
+    finished = train_here(
+        "experiment=context_sweep", "model.context_length=4,8", "trainer.max_time=null", "trainer.max_steps=1"
+    )
+    assert finished.returncode == 0, finished
+    summaries = [json.loads(path.read_text()) for path in sorted(finished.path.glob("*/summary.json"))]
+    assert [summary["context_length"] for summary in summaries] == [4, 8]

@@ -1,0 +1,143 @@
+"""What TensorBoard shows of a run, read by TensorBoard itself."""
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import urllib.request
+
+import pytest
+from PIL import Image
+
+VALIDATIONS = [8, 16, 24, 32, 40]
+READINGS = [5, 10, 15, 20, 25, 30, 35, 40]
+
+
+@pytest.fixture
+def log(tiny_run, events):
+    return events(tiny_run.path)
+
+
+def test_every_curve_is_there_at_its_steps(log):
+    steps = {tag: [event.step for event in log.Scalars(tag)] for tag in log.Tags()["scalars"]}
+    for tag in ("train/loss", "train/grad_norm", "train/tokens", "memory/mb", "lr/adamw", "lr/muon"):
+        assert steps.pop(tag) == READINGS, tag
+    for tag in ("speed/step_ms", "speed/tokens_per_second"):
+        assert steps.pop(tag) == READINGS[1:], tag  # the first five steps are warm-up
+    heads = ("entropy_min", "distance_max", "previous_max", "first_max", "induction_max")
+    for tag in ("val/loss", "val/bits_per_byte", *(f"heads/{name}" for name in heads)):
+        assert steps.pop(tag) == VALIDATIONS, tag
+    for tag in ("final/val_loss", "final/val_bits_per_byte", "final/step_ms", "final/tokens_per_second"):
+        assert steps.pop(tag) == [40], tag
+    assert steps.pop("by_context_length/step_ms") == [16]  # x is the context length
+    assert steps == {}
+
+
+def test_steps_of_every_tag_grow(log):
+    for kind, read in (("scalars", log.Scalars), ("images", log.Images), ("tensors", log.Tensors)):
+        for tag in log.Tags()[kind]:
+            steps = [event.step for event in read(tag)]
+            assert steps == sorted(set(steps)), tag
+
+
+def test_final_figures_are_those_of_the_summary(log, tiny_run):
+    summary = tiny_run.summary
+    for tag, key in (
+        ("final/val_loss", "val_nats_per_token"),
+        ("final/val_bits_per_byte", "val_bits_per_byte"),
+        ("final/step_ms", "step_ms"),
+        ("final/tokens_per_second", "tokens_per_second"),
+    ):
+        assert log.Scalars(tag)[-1].value == pytest.approx(summary[key], rel=1e-3), tag
+    assert log.Scalars("train/tokens")[-1].value == summary["tokens"]
+    assert min(event.value for event in log.Scalars("val/loss")) == pytest.approx(summary["val_nats_per_token"])
+
+
+def test_pictures_and_writing_are_at_the_training_steps_of_validations(log):
+    assert [event.step for event in log.Images("attention")] == VALIDATIONS
+    assert [event.step for event in log.Tensors("writing/text_summary")] == VALIDATIONS
+
+
+def test_picture_of_attention_is_a_png_one_can_see(log):
+    for event in log.Images("attention"):
+        image = Image.open(io.BytesIO(event.encoded_image_string))
+        image.load()
+        assert image.format == "PNG" and image.size == (event.width, event.height)
+        assert 300 < image.width < 3000 and 300 < image.height < 3000
+        assert len(image.convert("RGB").getcolors(1 << 24)) > 50  # not blank
+
+
+def test_image_tags_are_few_and_the_printed_command_asks_for_all_images(log, tiny_run):
+    assert sorted(log.Tags()["images"]) == ["attention", "heads"]
+    assert int(re.search(r"--samples_per_plugin images=(\d+)", tiny_run.stdout)[1]) >= 100
+
+
+def test_logs_and_checkpoints_are_in_one_directory(tiny_run):
+    (file,) = tiny_run.path.parents[1].rglob("events.out.tfevents.*")
+    assert file.parent == tiny_run.path == (file.parent / "checkpoints" / "best.ckpt").parents[1]
+
+
+def test_server_shows_scalars_pictures_text_and_hyperparameters(tiny_run, clean_environment):
+    logdir = tiny_run.path.parent
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logdir), "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--host", "127.0.0.1", "--load_fast=false", "--samples_per_plugin", "images=100"],
+        env=clean_environment | {"TF_CPP_MIN_LOG_LEVEL": "3"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = threading.Timer(60, process.kill)  # then the pipe closes, and the test fails
+    deadline.start()
+    try:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if match := re.search(r"http://127\.0\.0\.1:\d+", line):
+                break
+        else:
+            pytest.fail("".join(lines))
+
+        def ask(path: str, content: dict | None = None):
+            data = None if content is None else json.dumps(content).encode()
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            headers = {"Content-Type": "application/json"}
+            with opener.open(urllib.request.Request(f"{match[0]}/data/{path}", data, headers), timeout=30) as answer:
+                return answer.read()
+
+        (run,) = json.loads(ask("runs"))
+        assert run == os.path.basename(tiny_run.dir)
+        scalars = json.loads(ask("plugin/scalars/tags"))[run]
+        assert {"train/loss", "val/loss", "val/bits_per_byte", "lr/muon", "speed/step_ms"} < set(scalars)
+        values = json.loads(ask(f"plugin/scalars/scalars?run={run}&tag=val/loss"))
+        assert [step for _, step, _ in values] == VALIDATIONS
+        assert sorted(json.loads(ask("plugin/images/tags"))[run]) == ["attention", "heads"]
+        images = json.loads(ask(f"plugin/images/images?run={run}&tag=attention&sample=0"))
+        assert [image["step"] for image in images] == VALIDATIONS
+        png = ask("plugin/images/individualImage?" + images[-1]["query"])
+        assert Image.open(io.BytesIO(png)).format == "PNG"
+        (tag,) = json.loads(ask("plugin/text/tags"))[run]
+        writing = json.loads(ask(f"plugin/text/text?run={run}&tag={tag}"))
+        assert [entry["step"] for entry in writing] == VALIDATIONS and "<code>" in writing[-1]["text"]
+        experiment = json.loads(ask("plugin/hparams/experiment", {"experimentName": ""}))
+        names = {info["name"] for info in experiment["hparamInfos"]}
+        assert {"model.num_heads", "model.context_length", "optimizer.lr", "seed", "parameters"} <= names
+        request = {
+            "experimentName": "",
+            "allowedStatuses": ["STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING"],
+            "colParams": [],
+            "startIndex": 0,
+            "sliceSize": 10,
+        }
+        (group,) = json.loads(ask("plugin/hparams/session_groups", request))["sessionGroups"]
+        assert group["hparams"]["model.num_heads"] == 2 and group["hparams"]["model.positions"] == "rope"
+        shown = {value["name"]["tag"]: value["value"] for value in group["metricValues"]}
+        assert shown["final/val_loss"] == pytest.approx(tiny_run.summary["val_nats_per_token"])
+    finally:
+        deadline.cancel()
+        process.kill()
+        process.wait()
+        process.stderr.close()
