@@ -190,7 +190,7 @@ def _strip(labels: tuple[str, ...], cell: int, margin: int, size: int) -> Image.
     strip = Image.new("L", (margin, len(labels) * cell))
     draw = ImageDraw.Draw(strip)
     for index, label in enumerate(labels):
-        place = (margin - 4 * size // 10, index * cell + cell // 2)
+        place = (margin - 4 * size // 10, max(index * cell + cell // 2, size * 6 // 10))  # the first one, whole
         draw.text(place, label, 255, _font(size), anchor="rm")
     return strip
 

@@ -93,7 +93,7 @@ def test_output_to_a_pipe_has_no_bars_and_a_terminal_has(maps):
     labels = [f"t{index}" for index in range(maps.shape[-1])]
     plain, barred = (see.table(maps[0, 0], labels, 5, bars) for bars in (False, True))
     assert "█" not in plain and "▏" not in plain
-    assert rows_of(re.sub("[█▏▎▍▌▋▊▉]", " ", barred)) and len(set(map(len, barred.splitlines()[1:2]))) == 1
+    assert rows_of(re.sub("[█▏▎▍▌▋▊▉]", " ", barred))
     full = see.table(np.eye(2, dtype=np.float32), ["a", "b"], 1, True).splitlines()[2]
     assert full.count("█") == see.BAR
 
