@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train sample board test test-slow lint bench clean
+.PHONY: help train sample see lessons board test lint bench clean
 
 help:        ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -32,15 +32,21 @@ board: $(VENV)/.run   ## look at all runs in TensorBoard
 test: $(VENV)/.dev   ## run the test suite
 	@$(BIN)/python -m pytest $(ARGS)
 
-test-slow: $(VENV)/.dev   ## run the tests that take minutes
-	@$(BIN)/python -m pytest -m slow $(ARGS)
-
 lint: $(VENV)/.dev   ## check style
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-bench: $(VENV)/.dev   ## measure Lightning's cost beside a hand-written loop
+see: $(VENV)/.run   ## look at a model's attention; more with ARGS='prompt="Orange is my favorite fruit" png=maps.png'
+	@$(BIN)/python -m model.see $(ARGS)
+
+lessons: $(VENV)/.run   ## how masks work and what attention costs, in tables
+	@$(BIN)/python -m model.lessons $(ARGS)
+
+bench: $(VENV)/.run   ## measure speed side by side: Lightning, linear layers, attention, cost of context
 	@$(BIN)/python -m benchmarks.lightning_overhead
+	@$(BIN)/python -m benchmarks.linear_speed
+	@$(BIN)/python -m benchmarks.attention_speed
+	@$(BIN)/python -m benchmarks.context_cost
 
 clean:        ## remove the environment and the caches; runs stay
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache

@@ -13,6 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+def has_onednn() -> bool:
+    """Whether this PyTorch carries oneDNN's product."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
 @cache
 def onednn_is_faster() -> bool:
     """Whether this machine is one where oneDNN multiplies float32 faster: an AMD processor with AVX-512.
@@ -21,12 +26,7 @@ def onednn_is_faster() -> bool:
     """
     cpuinfo = Path("/proc/cpuinfo")
     vendor = cpuinfo.read_text(errors="replace") if cpuinfo.exists() else platform.processor()
-    return (
-        "AuthenticAMD" in vendor
-        and torch.backends.mkldnn.is_available()
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    )
+    return "AuthenticAMD" in vendor and has_onednn() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 class Linear(nn.Linear):
@@ -37,14 +37,17 @@ class Linear(nn.Linear):
         plain_float32 = x.dtype == self.weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
         on_cpu = x.device.type == "cpu" and x.numel() > 0  # oneDNN refuses an empty batch
         if on_cpu and plain_float32 and onednn_is_faster() and not torch.compiler.is_compiling():
-            y = _OneDNNProduct.apply(x, self.weight)
+            y = onednn_product(x, self.weight)
             return y if self.bias is None else y + self.bias
         return F.linear(x, self.weight, self.bias)
 
 
-class _OneDNNProduct(torch.autograd.Function):
-    """x W^T by oneDNN, forward and backward: x (..., I), W (O, I) -> (..., O)."""
+def onednn_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T by oneDNN, differentiable: x (..., I), W (O, I) -> (..., O), float32."""
+    return _OneDNNProduct.apply(x, weight)
 
+
+class _OneDNNProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)

@@ -11,7 +11,7 @@ from model.linear import Linear
 @pytest.fixture
 def onednn(monkeypatch):
     """Takes the oneDNN path on any machine that has it."""
-    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+    if not model.linear.has_onednn():
         pytest.skip("this PyTorch carries no oneDNN")
     monkeypatch.setattr(model.linear, "onednn_is_faster", lambda: True)
 

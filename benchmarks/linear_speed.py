@@ -1,0 +1,52 @@
+"""What model/linear.py brings on this machine: float32 products of the default network, by MKL and by oneDNN.
+
+    python -m benchmarks.linear_speed
+
+Forward and backward of each linear layer's shape, taking turns, medians after a warm-up. The last line is JSON.
+"""
+
+import json
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.linear import has_onednn, onednn_is_faster, onednn_product
+
+TOKENS = 24 * 64  # a batch of the default run
+SHAPES = {"attention in": (128, 384), "attention out": (128, 128), "mlp up": (128, 512), "mlp down": (512, 128)}
+WARMUP, ROUNDS = 10, 100
+
+
+def step_ms(product, x: Tensor, weight: Tensor, grad: Tensor) -> float:
+    """Milliseconds of one product forward and its two backward."""
+    start = time.perf_counter()
+    torch.autograd.grad(product(x, weight), (x, weight), grad)
+    return 1000 * (time.perf_counter() - start)
+
+
+def main() -> None:
+    """Prints a line a shape, and one JSON line."""
+    if not has_onednn():
+        raise SystemExit("this PyTorch carries no oneDNN: model/linear.py uses PyTorch's own product")
+    print(f"{'layer':14} {'PyTorch, ms':>12} {'oneDNN, ms':>11} {'GFLOP/s':>16} {'ratio':>7}")
+    totals = [0.0, 0.0]
+    for name, (inputs, outputs) in SHAPES.items():
+        x = torch.randn(TOKENS, inputs, requires_grad=True)
+        weight = torch.randn(outputs, inputs, requires_grad=True)
+        grad = torch.randn(TOKENS, outputs)
+        times = [(step_ms(F.linear, x, weight, grad), step_ms(onednn_product, x, weight, grad)) for _ in range(ROUNDS)]
+        theirs, ours = (statistics.median(side) for side in zip(*times[WARMUP:], strict=True))
+        totals = [totals[0] + theirs, totals[1] + ours]
+        speeds = [3 * 2 * TOKENS * inputs * outputs / ms / 1e6 for ms in (theirs, ours)]
+        print(f"{name:14} {theirs:12.2f} {ours:11.2f} {speeds[0]:8.0f}{speeds[1]:8.0f} {theirs / ours:7.2f}")
+    chosen = "oneDNN" if onednn_is_faster() else "PyTorch's own"
+    print(f"model/linear.py uses {chosen} on this machine")
+    print(json.dumps({"benchmark": "linear_speed", "torch_ms": round(totals[0], 3), "onednn_ms": round(totals[1], 3),
+                      "ratio": round(totals[0] / totals[1], 3)}))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
