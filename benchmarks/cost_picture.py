@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 if TYPE_CHECKING:
     from benchmarks.context_cost import Measured
 
-# From the colour map of the attention pictures, magma, in its order of brightness.
+# From matplotlib's colour map magma, in its order of brightness.
 COLOURS = {"fused": "#3b0f70", "written_out": "#b5367a", "windowed": "#f8765c"}
 
 

@@ -4,7 +4,7 @@
 
 Both sides train the same network on the same batches with the same optimiser and learning rates; Lightning's has
 the default callbacks and logging on. They take turns, a round each, and every round starts from the same weights.
-Times are of the steps alone: no validation, no start-up. The last line is JSON.
+Times are of the steps alone, on the CPU: no validation, no start-up. The last line is JSON.
 """
 
 import json
@@ -84,7 +84,7 @@ def by_lightning(config: DictConfig, data: TextData, run_dir: Path) -> float:
     )
     stopwatch, metrics = Stopwatch(), Metrics({"benchmark": "lightning_overhead"})
     options = OmegaConf.to_container(config.trainer, resolve=True)
-    options |= {"max_steps": WARMUP_STEPS + STEPS, "max_time": None}
+    options |= {"max_steps": WARMUP_STEPS + STEPS, "max_time": None, "accelerator": "cpu"}
     trainer = build_trainer(
         resolve(options) | {"limit_val_batches": 0},
         1,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.linear import has_onednn, onednn_is_faster, onednn_product
+from model.onednn import has_onednn, onednn_is_faster, onednn_product
 
 TOKENS = 24 * 64  # a batch of the default run
 SHAPES = {"attention in": (128, 384), "attention out": (128, 128), "mlp up": (128, 512), "mlp down": (512, 128)}

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import written_out_attention
+from model.attention import fused_attention, written_out_attention
 from model.config import GPTConfig, OptimizerConfig
 from model.gpt import GPT
 from model.optimizer import build_optimizer
@@ -36,7 +36,7 @@ def attention_pass(
 
     def forward() -> Tensor:
         if implementation == "fused":
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return fused_attention(q, k, v, causal=True)
         if implementation == "windowed":
             return windowed_attention(q, k, v, config.attention_window)
         mask = torch.ones(context_length, context_length, dtype=torch.bool, device=device).tril()

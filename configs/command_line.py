@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs import schema
 from configs.errors import UserError
-from configs.run_directory import sweep_removed_if_refused
+from configs.run_directory import started_by_lightning, sweep_removed_if_refused
 
 CONFIG_DIR = Path(__file__).resolve().parent
 # Their values are taken exactly as typed: Hydra would read commas, quotes, = and ${ as its own grammar.
@@ -33,7 +33,8 @@ def run(task: Callable[[DictConfig], None], config_name: str) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come through to us, instead of being printed by Hydra
     with one_line_errors(config_name):
         schema.register()
-        sys.argv[1:] = flags_first([as_literal(argument) for argument in sys.argv[1:]])
+        if not started_by_lightning():  # which passes on what this line made of the arguments
+            sys.argv[1:] = flags_first([as_literal(argument) for argument in sys.argv[1:]])
 
         @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=config_name)
         def job(config: DictConfig) -> None:

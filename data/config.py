@@ -9,6 +9,8 @@ MAX_VOCAB_SIZE = 1_000_000
 
 @dataclass(frozen=True)
 class DataConfig:
+    """Which text, how it is split, and how much of it a batch holds."""
+
     corpus: str | None = None
     """Text file, folder or glob of UTF-8 text; None is the embedded Shakespeare."""
     val_fraction: float = 0.1
@@ -36,6 +38,8 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TokenizerConfig:
+    """How text becomes ids."""
+
     kind: str = "bpe"
     """"byte", "bpe" or "tiktoken"."""
     vocab_size: int = 1024
@@ -55,5 +59,6 @@ class TokenizerConfig:
 
 
 def check_at_least(least: int, name: str, value: object) -> None:
+    """Raises UserError unless the value is a whole number of at least `least`."""
     if type(value) is not int or value < least:
         raise UserError(f"{name} is {value!r}; it must be a whole number of at least {least}.")

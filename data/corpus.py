@@ -72,6 +72,7 @@ class Part:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of text, the newline included."""
         return self.end - self.start + self.newline
 
     def cut(self, at: int) -> tuple["Part", "Part"]:

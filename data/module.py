@@ -18,7 +18,7 @@ CACHE_DIR = Path(__file__).resolve().parents[1] / ".cache"
 class TextData(lightning.LightningDataModule):
     """The corpus ready to train on. Constructing checks what costs nothing; `prepare` does the work.
 
-    After `prepare`: tokenizer, vocab_size, train_tokens (N,), val_tokens (M,) and their bytes_per_token.
+    After `prepare`: tokenizer, vocab_size, train_tokens (N,), val_tokens (M,) and the bytes_per_token of the latter.
     """
 
     def __init__(self, config: DataConfig, tokenizer_config: TokenizerConfig, context_length: int, seed: int):
@@ -53,6 +53,7 @@ class TextData(lightning.LightningDataModule):
         self.tokenizer = tokenizer
 
     def setup(self, stage: str | None = None) -> None:
+        """Lightning's own place for the work; after `prepare` there is none left."""
         self.prepare()
 
     def describe(self) -> str:

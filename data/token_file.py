@@ -36,6 +36,7 @@ def load_tokens(split: Split, encoding: tiktoken.Encoding, cache_dir: Path) -> n
 
 
 def token_path(split: Split, encoding: tiktoken.Encoding, cache_dir: Path) -> Path:
+    """Where the ids of this text by this tokenizer are kept."""
     key = hashlib.sha256(f"1\n{split.sha256}\n{fingerprint(encoding)}".encode()).hexdigest()[:16]
     return Path(cache_dir) / f"tokens-{key}.npy"
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from model.config import check_heads
 from model.linear import Linear
+from model.onednn import MIN_LENGTH, goes_through_onednn, onednn_attention
 from model.windowed_attention import windowed_attention
 
 
@@ -102,9 +103,7 @@ class MultiHeadAttention(nn.Module):
         elif window is not None:
             heads = windowed_attention(q, k, v, window, dropout)  # (B, H, T, D)
         else:
-            heads = F.scaled_dot_product_attention(
-                q, k, v, mask, dropout, causal, enable_gqa=q.size(1) != k.size(1)
-            )  # (B, H, T, D)
+            heads = fused_attention(q, k, v, mask, dropout, causal)  # (B, H, T, D)
         joined = heads.transpose(1, 2).flatten(2)  # (B, H, T, D) -> (B, T, H, D) -> (B, T, C)
         output = self.out_proj(joined)
         return (output, weights) if need_weights else output
@@ -133,6 +132,25 @@ class MultiHeadAttention(nn.Module):
         if self.qk_norm_eps is not None:
             x = F.rms_norm(x, (self.head_dim,), eps=self.qk_norm_eps)
         return x if rope is None else rotate(x, *rope)
+
+
+def fused_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0, causal: bool = False
+) -> Tensor:
+    """The same as `written_out_attention` in one call, which never holds the scores: PyTorch's SDPA.
+
+    Args:
+        q: (B, H, T, D).
+        k, v: (B, G, S, D).
+        mask: true where a query may look; broadcasts to (B, H, T, S).
+
+    Returns:
+        The gathered values (B, H, T, D).
+    """
+    options = {"attn_mask": mask, "dropout_p": dropout, "is_causal": causal, "enable_gqa": q.size(1) != k.size(1)}
+    if q.size(-2) >= MIN_LENGTH and goes_through_onednn(q, k):
+        return onednn_attention(q, k, v, **options)
+    return F.scaled_dot_product_attention(q, k, v, **options)
 
 
 def written_out_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:

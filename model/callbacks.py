@@ -90,7 +90,7 @@ class Metrics(Callback):
         """Writes the run's row of TensorBoard's table of hyperparameters; its metrics are the final/ scalars."""
         reset_peak_memory(trainer.strategy.root_device.type)
         self._memory_before_mb = memory_mb(trainer.strategy.root_device.type)
-        for logger in trainer.loggers:
+        for logger in trainer.loggers if trainer.is_global_zero else ():  # other ranks have no file
             metrics = dict.fromkeys(RunLogger.FINAL, 0.0)  # names only: the values are the scalars of these tags
             for summary in hparams(self.hyperparameters, metrics):
                 logger.experiment.file_writer.add_summary(summary)
@@ -219,6 +219,9 @@ class Progress(ProgressBar):
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+    def disable(self) -> None:
+        """Lightning asks for it on all devices but the first; there nothing is shown anyway."""
 
     def print(self, *args, **kwargs) -> None:
         """Lightning's own lines, above the bar."""

@@ -25,7 +25,7 @@ def compile_if_wanted(network: GPT, choice: str, device: torch.device) -> None:
         raise UserError(f"compile is {choice!r}, but must be auto, true or false.")
     if choice == "false" or (choice == "auto" and device.type != "cuda"):
         return
-    network.compile()
+    network.to(device).compile()
     ids = torch.zeros(2, network.config.context_length, dtype=torch.long, device=device)  # (B, T)
     try:  # a missing compiler shows at the first call only
         network(ids).sum().backward()

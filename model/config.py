@@ -61,14 +61,17 @@ class GPTConfig:
 
     @property
     def head_dim(self) -> int:
+        """Width of one head."""
         return self.d_model // self.num_heads
 
     @property
     def kv_heads(self) -> int:
+        """num_kv_heads, decided."""
         return self.num_kv_heads or self.num_heads
 
     @property
     def mlp_width(self) -> int:
+        """mlp_hidden, decided."""
         if self.mlp_hidden is not None:
             return self.mlp_hidden
         # SwiGLU has three matrices where the others have two; multiples of 32 suit vector units.

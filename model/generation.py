@@ -25,7 +25,8 @@ def generate(network: GPT, prompt: list[int], config: SamplingConfig, sample_ind
     network.eval()
     for _ in range(config.max_new_tokens):
         window = torch.tensor([ids[-network.config.context_length :]], device=device)  # (1, T)
-        logits = network(window)[0, -1].float().cpu()  # (vocab_size,)
+        # Not network(window): compiled, it would be compiled anew for lengths it has not met.
+        logits = network.forward(window)[0, -1].float().cpu()  # (vocab_size,)
         ids.append(draw(logits, config, draws))
         yield ids[-1]
 

@@ -11,13 +11,12 @@ from lightning.pytorch.callbacks import Timer
 from torch import Tensor
 
 from configs.errors import UserError
+from data.batches import IGNORE
 from data.tokenizer import token_bytes
 from model.checkpoint import gpt_entry
 from model.config import OptimizerConfig
 from model.gpt import GPT
 from model.optimizer import build_optimizer, lr_factor
-
-NO_TARGET = -100  # a position without a next token: cross_entropy's own mark
 
 
 class GPTLightning(pl.LightningModule):
@@ -34,7 +33,6 @@ class GPTLightning(pl.LightningModule):
         self.seed = seed
         self.validation = {"nats_per_token": math.nan, "bits_per_byte": math.nan}  # the last one's
         self.register_buffer("token_bytes", torch.from_numpy(token_bytes(tokenizer)), persistent=False)  # (vocab_size,)
-        self.register_buffer("val_sums", torch.zeros(3, dtype=torch.float64), persistent=False)  # nats, tokens, bytes
         self.last_loss = torch.tensor(math.nan)
         self._unchecked: tuple[int, Tensor] | None = None
 
@@ -79,16 +77,18 @@ class GPTLightning(pl.LightningModule):
     # Validation
 
     def on_validation_epoch_start(self) -> None:
-        """Starts the sums anew."""
-        self.val_sums.zero_()
+        """Starts the sums anew. No buffer: precision=bf16-true would round it, and other ranks overwrite it."""
+        exact = torch.float32 if self.device.type == "mps" else torch.float64  # mps has no float64
+        self.val_sums = torch.zeros(3, dtype=exact, device=self.device)  # nats, tokens, bytes
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Adds up a batch of (B, T) inputs and targets; a target of -100 does not count."""
+        """Adds up a batch of (B, T) inputs and targets; a target of IGNORE does not count."""
         inputs, targets = batch
         logits = self.network(inputs).float()  # (B, T, vocab_size)
-        nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=NO_TARGET)
-        counted = targets[targets != NO_TARGET]
-        self.val_sums += torch.stack([nats, torch.tensor(counted.numel()), self.token_bytes[counted].sum()]).double()
+        nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORE)
+        counts = targets != IGNORE  # (B, T)
+        num_bytes = (self.token_bytes[targets.clamp(min=0)] * counts).sum()
+        self.val_sums += torch.stack([nats, counts.sum(), num_bytes]).to(self.val_sums.dtype)
 
     def on_validation_epoch_end(self) -> None:
         """Nats per token and bits per byte over the validation tokens of all ranks; logged if in training."""

@@ -62,7 +62,7 @@ def written_out(c: GPTConfig) -> GPT:
 @pytest.fixture
 def counted(monkeypatch):
     """PyTorch counts its own matrix products only, not those of oneDNN."""
-    monkeypatch.setattr("model.linear.onednn_is_faster", lambda: False)
+    monkeypatch.setattr("model.onednn.onednn_is_faster", lambda: False)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -1,19 +1,20 @@
-"""The linear layer multiplies through another library on some machines; the numbers stay."""
+"""Products go through another library on some machines; the numbers stay."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-import model.linear
+import model.onednn
+from model.attention import fused_attention, written_out_attention
 from model.linear import Linear
 
 
 @pytest.fixture
 def onednn(monkeypatch):
     """Takes the oneDNN path on any machine that has it."""
-    if not model.linear.has_onednn():
+    if not model.onednn.has_onednn():
         pytest.skip("this PyTorch carries no oneDNN")
-    monkeypatch.setattr(model.linear, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(model.onednn, "onednn_is_faster", lambda: True)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -46,5 +47,30 @@ def test_other_precisions_go_pytorchs_way(onednn):
 
 
 def test_the_choice_is_a_fact_of_the_machine():
-    assert model.linear.onednn_is_faster() is model.linear.onednn_is_faster()
+    assert model.onednn.onednn_is_faster() is model.onednn.onednn_is_faster()
     assert Linear(4, 4).state_dict().keys() == torch.nn.Linear(4, 4).state_dict().keys()
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("masked", [True, False])
+def test_long_attention_and_its_gradients_keep_float32_precision(onednn, kv_heads, masked):
+    torch.manual_seed(0)
+    T = model.onednn.MIN_LENGTH
+    q = torch.randn(1, 4, T, 16, requires_grad=True)
+    k, v = (torch.randn(1, kv_heads, T, 16, requires_grad=True) for _ in range(2))
+    causal = torch.ones(T, T, dtype=torch.bool).tril()
+    ours = fused_attention(q, k, v, causal) if masked else fused_attention(q, k, v, causal=True)
+    exact = written_out_attention(q.double(), k.double(), v.double(), causal)[0].float()
+    torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-5)
+    grad = torch.randn_like(exact)
+    for our_grad, exact_grad in zip(
+        torch.autograd.grad(ours, (q, k, v), grad), torch.autograd.grad(exact, (q, k, v), grad), strict=True
+    ):
+        torch.testing.assert_close(our_grad, exact_grad, atol=1e-5, rtol=1e-4)
+
+
+def test_the_precision_setting_is_left_as_it_was(onednn):
+    q = torch.randn(1, 1, model.onednn.MIN_LENGTH, 8, requires_grad=True)
+    fused_attention(q, q, q, causal=True).sum().backward()
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.isfinite(q.grad).all()

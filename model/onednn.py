@@ -1,0 +1,106 @@
+"""Float32 products through oneDNN, where it is the faster of PyTorch's two matrix libraries.
+
+PyTorch multiplies float32 matrices on x86 with MKL, which leaves AVX-512 unused on AMD's processors. oneDNN, which
+PyTorch carries too, uses it, to the same precision (measured by benchmarks/linear_speed.py and attention_speed.py).
+"""
+
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def has_onednn() -> bool:
+    """Whether this PyTorch carries oneDNN's product."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+@cache
+def onednn_is_faster() -> bool:
+    """Whether this machine is one where oneDNN multiplies float32 faster: an AMD processor with AVX-512.
+
+    A fact of the machine and not a measurement, so that every run on it rounds alike.
+    """
+    cpuinfo = Path("/proc/cpuinfo")
+    vendor = cpuinfo.read_text(errors="replace") if cpuinfo.exists() else platform.processor()
+    return "AuthenticAMD" in vendor and has_onednn() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def goes_through_onednn(x: Tensor, other: Tensor) -> bool:
+    """Whether a product of these two is one that oneDNN should make: plain float32, on such a machine."""
+    plain_float32 = x.dtype == other.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    on_cpu = x.device.type == "cpu" and x.numel() > 0  # oneDNN refuses an empty batch
+    return on_cpu and plain_float32 and not torch.compiler.is_compiling() and onednn_is_faster()
+
+
+def onednn_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T, differentiable: x (..., I), W (O, I) -> (..., O), float32."""
+    return _Product.apply(x, weight)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad_x = _product(grad, weight.t()) if ctx.needs_input_grad[0] else None  # (..., I)
+        # All tokens of the batch, flattened to one dimension N, are summed over: (O, N) (N, I) -> (O, I)
+        grad_weight = _product(grad.flatten(0, -2).t(), x.flatten(0, -2).t()) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a (..., K) times b^T, with b (M, K) -> (..., M)."""
+    return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+
+
+MIN_LENGTH = 512  # below, preparing oneDNN's many small products costs more than they take
+
+
+def onednn_attention(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+    """F.scaled_dot_product_attention with the products inside it by oneDNN, differentiable once.
+
+    Args:
+        q, k, v: (B, H, T, D), T at least MIN_LENGTH for this to pay.
+        options: as PyTorch's function takes them.
+    """
+    return _Attention.apply(q, k, v, options)
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps the graph of PyTorch's own function, since its backward pass too has to run under `_preferred`."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, options: dict) -> Tensor:
+        ctx.inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in (q, k, v)]
+        with torch.set_grad_enabled(any(ctx.needs_input_grad)), _preferred():
+            ctx.output = F.scaled_dot_product_attention(*ctx.inputs, **options)  # (B, H, T, D)
+        return ctx.output.detach()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = [tensor for tensor in ctx.inputs if tensor.requires_grad]
+        with _preferred():
+            found = iter(torch.autograd.grad(ctx.output, wanted, grad))
+        return *(next(found) if tensor.requires_grad else None for tensor in ctx.inputs), None
+
+
+@contextmanager
+def _preferred() -> Iterator[None]:
+    """PyTorch's products go to oneDNN. "medium" lets it round to bfloat16, but it has no such float32 kernel
+    without AMX, which no AMD processor has: tests/test_onednn.py holds the results to float32's precision."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
