@@ -116,6 +116,8 @@ def main(config: DictConfig) -> None:
     lengths = sorted(set(config.lengths))
     if not lengths or lengths[0] < 16:
         raise UserError(f"lengths is {list(config.lengths)}, but must list context lengths of at least 16.")
+    if config.png is not None and not Path(config.png).absolute().parent.is_dir():  # before minutes of measuring
+        raise UserError(f"png is {config.png}, but there is no such directory. Give another file.")
     network_config = build(GPTConfig, config.model, attention_pattern="L")  # windowed: every layer is
     optimizer_config = build(OptimizerConfig, config.optimizer)
     device = pick_device(config.device)

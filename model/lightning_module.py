@@ -58,11 +58,7 @@ class GPTLightning(pl.LightningModule):
         if loss.device.type != "cpu":
             (step, loss), self._unchecked = self._unchecked or (step, torch.zeros(())), (step, loss)
         if not math.isfinite(loss):
-            raise UserError(
-                f"The loss is {loss.item()} at step {step}, so training stopped; checkpoints written before are good. "
-                "Lower optimizer.lr and optimizer.muon_lr, set trainer.gradient_clip_val=1.0, or use "
-                "trainer.precision=32-true."
-            )
+            raise diverged("loss", loss.item(), step)
 
     def on_train_batch_end(self, *args) -> None:
         """Ends the run where its bound is reached, after one more validation: the last weights count too."""
@@ -95,6 +91,8 @@ class GPTLightning(pl.LightningModule):
         nats, tokens, num_bytes = self.trainer.strategy.reduce(self.val_sums, reduce_op="sum").tolist()
         self.validation = {"nats_per_token": nats / tokens, "bits_per_byte": nats / num_bytes / math.log(2)}
         if self.trainer.state.fn == "fit":
+            if not math.isfinite(nats):  # the last step spoilt the weights: before they go into a checkpoint
+                raise diverged("validation loss", nats / tokens, self.global_step)
             self.log("val/loss", self.validation["nats_per_token"], logger=False)  # what checkpoints are chosen by
             values = {
                 "val/loss": self.validation["nats_per_token"],
@@ -116,6 +114,15 @@ class GPTLightning(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         """Adds all it takes to sample."""
         checkpoint["gpt"] = gpt_entry(self.network.config, self.tokenizer, self.global_step, self.validation)
+
+
+def diverged(what: str, loss: float, step: int) -> UserError:
+    """The error that stops a run whose loss is no number."""
+    return UserError(
+        f"The {what} is {loss} at step {step}, so training stopped; checkpoints written before are good. "
+        "Lower optimizer.lr and optimizer.muon_lr, set trainer.gradient_clip_val=1.0, or use "
+        "trainer.precision=32-true."
+    )
 
 
 def run_progress(trainer: pl.Trainer) -> float:
