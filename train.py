@@ -58,7 +58,7 @@ def main(config: DictConfig) -> None:
     from model.compilation import compile_if_wanted
     from model.gpt import GPT
     from model.lightning_module import GPTLightning
-    from model.trainer import build_trainer, resolve
+    from model.trainer import build_trainer, refuse_time_on_several_devices, resolve
 
     log_to(None)
     warnings.filterwarnings("ignore", module="lightning|torch")
@@ -91,7 +91,9 @@ def main(config: DictConfig) -> None:
             num_sanity_val_steps=0,
             enable_model_summary=False,
         )
-        compile_if_wanted(network, config.compile, trainer.strategy.root_device)
+        refuse_time_on_several_devices(trainer)
+        precision = trainer.precision_plugin.forward_context()
+        compile_if_wanted(network, config.compile, trainer.strategy.root_device, precision)
 
     save_config(config, run_dir)
     log_to(run_dir)
@@ -123,7 +125,8 @@ def hyperparameters(config: DictConfig, network: GPT) -> dict[str, int | float |
     """Every choice of the run as one flat row, for TensorBoard's table."""
     groups = OmegaConf.to_container(config, resolve=True)
     groups["model"] = asdict(network.config)
-    row = {"seed": groups["seed"], "parameters": network.num_parameters()}
+    row = {name: groups[name] for name in ("seed", "compile", "validations")}
+    row["parameters"] = network.num_parameters()
     for group in ("model", "data", "tokenizer", "optimizer", "trainer"):
         for name, value in groups[group].items():
             row[f"{group}.{name}"] = value if isinstance(value, (int, float, str, bool)) else str(value)

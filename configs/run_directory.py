@@ -129,6 +129,7 @@ def log_to(run_dir: Path | None) -> None:
 class _Screen(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record))
+        sys.stdout.flush()  # a pipe or a file would keep the line until the end
 
 
 _job_starts: list[float] = []

@@ -1,6 +1,7 @@
 """torch.compile where it pays, and eager execution where it cannot work."""
 
 import logging
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -10,12 +11,13 @@ from model.gpt import GPT
 say = logging.getLogger(__name__).warning
 
 
-def compile_if_wanted(network: GPT, choice: str, device: torch.device) -> None:
+def compile_if_wanted(network: GPT, choice: str, device: torch.device, precision: AbstractContextManager) -> None:
     """Compiles the network in place, keeping the names of its weights; falls back to eager with one warning.
 
     Args:
         choice: "true", "false", or "auto": on a GPU only, since a compilation costs a CPU run of a minute
             more than it brings.
+        precision: what training runs under, so that its first step finds the network compiled for it.
 
     Raises:
         UserError: another choice.
@@ -28,7 +30,9 @@ def compile_if_wanted(network: GPT, choice: str, device: torch.device) -> None:
     network.to(device).compile()
     ids = torch.zeros(2, network.config.context_length, dtype=torch.long, device=device)  # (B, T)
     try:  # a missing compiler shows at the first call only
-        network(ids).sum().backward()
+        with precision:
+            loss = network(ids).float().sum()
+        loss.backward()
     except Exception as error:  # noqa: BLE001 -- the backend may raise anything
         network._compiled_call_impl = None
         say(f"warning: torch.compile does not work here ({type(error).__name__}); going on without it.")

@@ -52,7 +52,7 @@ class GPTLightning(pl.LightningModule):
     def refuse_non_finite(self, loss: Tensor) -> None:
         """Stops the run at a loss that is no number. Raises UserError.
 
-        On a CPU before the step is taken; elsewhere one step late, so that the device never has to be waited for.
+        On a CPU before the step is taken; elsewhere one step late, so that the device has work while we look.
         """
         step = self.global_step
         if loss.device.type != "cpu":

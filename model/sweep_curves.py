@@ -1,6 +1,7 @@
 """After a sweep over context lengths: one TensorBoard run whose x axis is the context length."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ class SweepCurves(Callback):
                 for name in CURVES:
                     writer.add_scalar(f"by_context_length/{name}", summary[name], length)
         print(table(by_length))
-        print(f"\nas curves:    tensorboard --logdir {sweep_dir / 'by_context_length'}")
+        print(f"\nas curves:    {sys.executable} -m tensorboard.main --logdir {sweep_dir / 'by_context_length'}")
 
 
 def table(by_length: dict[int, dict[str, Any]]) -> str:

@@ -42,6 +42,15 @@ def build_trainer(options: dict[str, Any], validations: int, batches_per_epoch: 
         raise UserError(f"trainer: {' '.join(str(error).split())}") from error
 
 
+def refuse_time_on_several_devices(trainer: Trainer) -> None:
+    """Raises UserError: each process has a clock of its own, so that they would disagree about rates and the end."""
+    if trainer.world_size > 1 and trainer.max_steps == -1 and trainer.max_epochs == -1:
+        raise UserError(
+            f"{trainer.world_size} devices cannot be bounded by time. Give trainer.max_steps or trainer.max_epochs, "
+            "or train on one: trainer.devices=1."
+        )
+
+
 def resolve(options: dict[str, Any]) -> dict[str, Any]:
     """Options as Lightning takes them: times as timedelta, `auto` decided, unknown names refused."""
     known = inspect.signature(Trainer.__init__).parameters
@@ -93,21 +102,20 @@ def every(options: dict[str, Any], validations: int, batches_per_epoch: int) -> 
 
 def parse_duration(text: Any) -> timedelta:
     """90, "60s", "5m", "1h30m" or Lightning's own "DD:HH:MM:SS" as a timedelta. Raises UserError."""
-    if isinstance(text, (int, float)) and not isinstance(text, bool) and 0 < text < 1e9:
-        return timedelta(seconds=text)
-    if isinstance(text, dict):
-        return timedelta(**text)
-    if match := re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", str(text).strip()):
-        days, hours, minutes, seconds = map(int, match.groups())
-        duration = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
-    else:
-        pattern = r"(?:([\d.]+)d)?(?:([\d.]+)h)?(?:([\d.]+)m(?:in)?)?(?:([\d.]+)s)?"
-        match = re.fullmatch(pattern, str(text).replace(" ", ""))
-        try:
-            parts = [float(part or 0) for part in match.groups()] if match else [0.0]
-        except ValueError:
-            parts = [0.0]
-        duration = timedelta(**dict(zip(("days", "hours", "minutes", "seconds"), parts, strict=False)))
-    if not duration:
+    pattern = r"(?:([\d.]+)d)?(?:([\d.]+)h)?(?:([\d.]+)m(?:in)?)?(?:([\d.]+)s)?"
+    try:
+        if isinstance(text, dict):
+            parts = text
+        elif isinstance(text, (int, float)) and not isinstance(text, bool):
+            parts = {"seconds": text}
+        else:
+            written = re.sub(r"\s", "", str(text))
+            match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", written) or re.fullmatch(pattern, written)
+            values = [float(part or 0) for part in match.groups()] if match else [0.0]
+            parts = dict(zip(("days", "hours", "minutes", "seconds"), values, strict=False))
+        duration = timedelta(**parts)
+    except (TypeError, ValueError, OverflowError):  # not a number, no unit of time, or beyond all time
+        duration = timedelta()
+    if duration <= timedelta():
         raise UserError(f"trainer.max_time is {text!r}, but must be a time such as 60s, 5m, 1h30m or 00:01:30:00.")
     return duration
