@@ -63,7 +63,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
 
 
-MIN_LENGTH = 768  # below, PyTorch works in smaller blocks, whose products cost oneDNN more to prepare than to do
+MIN_LENGTH = 512  # break-even; below, preparing oneDNN's many small products costs more than they take
 
 
 def onednn_attention(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
