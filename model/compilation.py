@@ -15,8 +15,8 @@ def compile_if_wanted(network: GPT, choice: str, device: torch.device, precision
     """Compiles the network in place, keeping the names of its weights; falls back to eager with one warning.
 
     Args:
-        choice: "true", "false", or "auto": on a GPU only, since a compilation costs a CPU run of a minute
-            more than it brings.
+        choice: "true", "false", or "auto": on a GPU only; what it brings a short CPU run, after the time it
+            takes, has not been measured.
         precision: what training runs under, so that its first step finds the network compiled for it.
 
     Raises:

@@ -17,7 +17,7 @@ def windowed_attention(q: Tensor, k: Tensor, v: Tensor, window: int, dropout_p: 
     Beltagy et al. 2020, arXiv:2004.05150; Mistral, Jiang et al. 2023, arXiv:2310.06825).
 
     Takes about T x 1.25 window x H x D multiplications for the scores, where full causal attention takes
-    T x T / 2 x H x D. The same code runs on CPU and GPU.
+    T x T / 2 x H x D. Plain PyTorch, measured on CPUs only.
 
     Args:
         q: (B, H, T, D).
