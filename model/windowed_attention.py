@@ -1,5 +1,7 @@
 """Causal attention to the last few tokens: time and memory grow linearly with the length of the text.
 
+On CUDA, where it can, it goes through model/flex_attention.py. Everywhere else:
+
     queries    first `window`      then blocks of `block` tokens
     keys       their causal past   the block itself and the `window` tokens before it
 
@@ -11,13 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model.flex_attention import flex_windowed_attention, goes_through_flex
+
 
 def windowed_attention(q: Tensor, k: Tensor, v: Tensor, window: int, dropout_p: float = 0.0) -> Tensor:
     """Lets query t gather from the keys t - window + 1 ... t (sliding window attention: Longformer,
     Beltagy et al. 2020, arXiv:2004.05150; Mistral, Jiang et al. 2023, arXiv:2310.06825).
-
-    Takes about T x 1.25 window x H x D multiplications for the scores, where full causal attention takes
-    T x T / 2 x H x D. Plain PyTorch, measured on CPUs only.
 
     Args:
         q: (B, H, T, D).
@@ -28,15 +29,27 @@ def windowed_attention(q: Tensor, k: Tensor, v: Tensor, window: int, dropout_p: 
     Returns:
         (B, H, T, D).
     """
-    (B, H, T, _), G = q.shape, k.size(1)
+    H, T, G = q.size(1), q.size(2), k.size(1)
     if window >= T:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True, enable_gqa=G != H)
     if window + 64 >= T:  # too short for blocks to pay: the whole matrix under a mask
         seen = torch.ones(T, T, dtype=torch.bool, device=q.device).tril().triu(1 - window)
         return F.scaled_dot_product_attention(q, k, v, seen, dropout_p, enable_gqa=G != H)
+    if goes_through_flex(q, dropout_p):
+        return flex_windowed_attention(q, k, v, window)
+    return attention_in_blocks(q, k, v, window, dropout_p)
+
+
+def attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, window: int, dropout_p: float = 0.0) -> Tensor:
+    """The same for a window below T: blocks of queries against the tokens before them, in plain PyTorch.
+
+    Takes about T x 1.25 window x H x D multiplications for the scores, where full causal attention takes
+    T x T / 2 x H x D. Measured on CPUs only.
+    """
+    (B, H, T, _), G = q.shape, k.size(1)
     if B > 1 and T >= 1024:  # blocks of one sequence are views; those of several make one batch only when copied
         sequences = zip(q.split(1), k.split(1), v.split(1), strict=True)
-        return torch.cat([windowed_attention(*one, window, dropout_p) for one in sequences])
+        return torch.cat([attention_in_blocks(*one, window, dropout_p) for one in sequences])
     if G != H:  # before the blocks are made: there every key stands in several blocks
         k, v = k.repeat_interleave(H // G, dim=1), v.repeat_interleave(H // G, dim=1)  # (B, H, T, D)
     block = max(32, window // 4)  # smaller: each key in more blocks; larger: more scores made only to be masked
