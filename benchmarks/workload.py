@@ -1,4 +1,4 @@
-"""The two things whose cost is measured, each with one of three attentions: an attention pass and a training step."""
+"""The two things whose cost is measured, each with one of several attentions: an attention pass and a training step."""
 
 import functools
 from collections.abc import Callable
@@ -10,9 +10,13 @@ from torch import Tensor, nn
 
 from model.attention import fused_attention, written_out_attention
 from model.config import GPTConfig, OptimizerConfig
+from model.flex_attention import flex_windowed_attention
 from model.gpt import GPT
 from model.optimizer import build_optimizer
-from model.windowed_attention import windowed_attention
+from model.windowed_attention import attention_in_blocks, windowed_attention
+
+# Windowed attention as the model takes it, and the two ways it can go on CUDA, whichever it would take.
+WINDOWED = {"windowed": windowed_attention, "blocks": attention_in_blocks, "flex": flex_windowed_attention}
 
 
 @dataclass(frozen=True)
@@ -27,18 +31,23 @@ class Workload:
 
 
 def attention_pass(
-    config: GPTConfig, implementation: str, context_length: int, sequences: int, device: str
+    config: GPTConfig,
+    implementation: str,
+    context_length: int,
+    sequences: int,
+    device: str,
+    dtype: torch.dtype = torch.float32,
 ) -> Workload:
     """softmax(Q K^T / sqrt(D)) V of one layer, causal, and its gradients: no projections."""
     shape = (sequences, config.num_heads, context_length, config.head_dim)
-    q, k, v = (torch.randn(shape, device=device).requires_grad_() for _ in range(3))  # (B, H, T, D)
-    upstream = torch.randn(shape, device=device)
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype).requires_grad_() for _ in range(3))  # (B, H, T, D)
+    upstream = torch.randn(shape, device=device, dtype=dtype)
 
     def forward() -> Tensor:
         if implementation == "fused":
             return fused_attention(q, k, v, causal=True)
-        if implementation == "windowed":
-            return windowed_attention(q, k, v, config.attention_window)
+        if implementation in WINDOWED:
+            return WINDOWED[implementation](q, k, v, config.attention_window)
         mask = torch.ones(context_length, context_length, dtype=torch.bool, device=device).tril()
         return written_out_attention(q, k, v, mask)[0]
 

@@ -102,6 +102,15 @@ class ContextCostSchema:
     seed: int = MISSING
 
 
+@dataclass
+class AttentionSpeedSchema:
+    """Keys of configs/attention_speed.yaml."""
+
+    lengths: list[int] = MISSING
+    tokens_per_batch: int = MISSING
+    device: str = MISSING
+
+
 GROUPS = ("model", "data", "tokenizer", "optimizer", "trainer")
 ROOTS = {
     "train": TrainSchema,
@@ -109,6 +118,7 @@ ROOTS = {
     "see": SeeSchema,
     "lessons": LessonsSchema,
     "context_cost": ContextCostSchema,
+    "attention_speed": AttentionSpeedSchema,
 }
 
 
