@@ -11,11 +11,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from model.colors import LIGHT, line_styles
+
 if TYPE_CHECKING:
     from benchmarks.context_cost import Measured
 
-# From matplotlib's colour map magma, in its order of brightness.
-COLOURS = {"fused": "#3b0f70", "written_out": "#b5367a", "windowed": "#f8765c"}
+STYLES = dict(zip(("written_out", "fused", "windowed"), line_styles(3), strict=True))
+SIGNS = {"o": "●", "s": "■", "^": "▲", "D": "◆"}  # matplotlib's markers as characters
 
 
 def draw_cost(measured: Measured, path: Path) -> None:
@@ -28,9 +30,7 @@ def draw_cost(measured: Measured, path: Path) -> None:
         (panels[1], "step", "training step, ms"),
         (panels[2], "memory", "peak memory of a training step, MB"),
     ):
-        ends = [
-            draw_line(axes, measured, name, part, colour) for name, colour in COLOURS.items() if measured.of(name)
-        ]  # x, y, name, colour of each line's end
+        ends = [draw_line(axes, measured, name, part) for name in STYLES if measured.of(name)]
         finish(axes, heading)
         label_ends(axes, ends)
     tokens = measured.readings[0].context_length * measured.readings[0].sequences
@@ -40,31 +40,32 @@ def draw_cost(measured: Measured, path: Path) -> None:
         f"{measured.device}, {measured.threads} threads\n"
         "forward and backward; points: medians with quartiles; lines: a T + b T² a sequence, fitted",
         fontsize=9,
-        color="#555555",
+        color=LIGHT["faint"],
     )
     canvas.print_png(path)
 
 
-def draw_line(axes: Axes, measured: Measured, name: str, part: str, colour: str) -> tuple[float, float, str, str]:
-    """Points of one implementation, with its fit where there is one; returns where the line ends."""
-    readings = measured.of(name)
+def draw_line(axes: Axes, measured: Measured, name: str, part: str) -> tuple[float, float, str]:
+    """Points of one implementation, with its fit where there is one; returns where the line ends, and its name."""
+    readings, style = measured.of(name), STYLES[name]
+    colour, marker, dashes = style["color"], style["marker"], style["linestyle"]
     lengths = np.array([reading.context_length for reading in readings], float)
     if part == "memory":
         y = [reading.step_peak_mb for reading in readings]
-        axes.plot(lengths, y, "o-", color=colour, markersize=4, linewidth=1.2)
-        return lengths[-1], y[-1], name, colour
+        axes.plot(lengths, y, **style, markersize=4, linewidth=1.2)
+        return lengths[-1], y[-1], name
     timings = [getattr(reading, part) for reading in readings]
     y = [timing.ms for timing in timings]
     spread = [[t.ms - t.low_ms for t in timings], [t.high_ms - t.ms for t in timings]]
-    axes.errorbar(lengths, y, spread, fmt="o", color=colour, markersize=4, linewidth=1)
+    axes.errorbar(lengths, y, spread, fmt=marker, color=colour, markersize=4, linewidth=1)
     growth = measured.growth(name, part)
     if growth is not None:
         T = np.geomspace(measured.fitted(name)[0].context_length, lengths[-1], 100)
         sequences = np.interp(T, lengths, [r.sequences * r.context_length for r in readings]) / T
         fitted = sequences * (growth.a * T + growth.b * T**2) / 1000  # us a sequence -> ms a batch
         positive = fitted > 0  # a small negative a would leave the logarithm's range
-        axes.plot(T[positive], fitted[positive], color=colour, linewidth=1.2)
-    return lengths[-1], y[-1], name, colour
+        axes.plot(T[positive], fitted[positive], color=colour, linestyle=dashes, linewidth=1.2)
+    return lengths[-1], y[-1], name
 
 
 def finish(axes: Axes, heading: str) -> None:
@@ -84,21 +85,23 @@ def finish(axes: Axes, heading: str) -> None:
         steps = [m * 10.0**e for e in range(-3, 8) for m in (1, 2, 5)]
         axes.set_yticks([step for step in steps if bottom <= step <= top])
         axes.yaxis.set_minor_locator(NullLocator())
-    axes.grid(color="#eeeeee", linewidth=0.8)
+    axes.grid(color=LIGHT["masked"], linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8, color="#999999")
+    axes.tick_params(labelsize=8, color=LIGHT["line"])
 
 
-def label_ends(axes: Axes, ends: list[tuple[float, float, str, str]]) -> None:
-    """Writes each line's name at its end, moved apart where two would touch."""
+def label_ends(axes: Axes, ends: list[tuple[float, float, str]]) -> None:
+    """Writes each line's marker and name at its end, moved apart where two would touch."""
     bottom, top = np.log(axes.get_ylim())
     least = 0.05 * (top - bottom)
     below = -np.inf
-    for x, y, name, colour in sorted(ends, key=lambda end: end[1]):
+    for x, y, name in sorted(ends, key=lambda end: end[1]):
         place = max(np.log(y), below + least)
         below = place
-        axes.annotate(
-            name.replace("_", " "), (x, np.exp(place)), (7, 0), textcoords="offset points",
-            va="center", color=colour, fontsize=9,
-        )  # fmt: skip
+        style = STYLES[name]
+        for text, colour, right in ((SIGNS[style["marker"]], style["color"], 7), (name, LIGHT["ink"], 20)):
+            axes.annotate(
+                text.replace("_", " "), (x, np.exp(place)), (right, 0), textcoords="offset points",
+                va="center", color=colour, fontsize=9,
+            )  # fmt: skip

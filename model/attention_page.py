@@ -1,6 +1,6 @@
 """Attention weights as a page: one file that any browser opens, without a network.
 
-The page itself is model/attention_page.html; here its data is put in.
+The page itself is model/attention_page.html; here its colours and its data are put in.
 """
 
 import base64
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from configs.errors import UserError
-from model.attention_picture import COLORS, WHITE_TEXT_FROM, color_rows
+from model.colors import DARK, LIGHT, SCALE, WHITE_TEXT_FROM, color_rows
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 
@@ -39,11 +39,14 @@ def attention_page(maps: np.ndarray, labels: list[str], about: str, chosen: tupl
         "layer": layer,
         "head": head,
         "token": token,
-        "colors": COLORS.tolist(),
+        "colors": SCALE.tolist(),
         "white_text_from": WHITE_TEXT_FROM,
         "weights": base64.b64encode(color_rows(maps[:, :, query, key]).tobytes()).decode(),  # (L, H, T (T + 1) / 2)
     }
-    return TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", embeddable(data))
+    page = TEMPLATE.read_text(encoding="utf-8")
+    for place, colors in (("{{light}}", LIGHT), ("{{dark}}", DARK)):
+        page = page.replace(place, " ".join(f"--{name}: {color};" for name, color in colors.items()))
+    return page.replace("{{data}}", embeddable(data))
 
 
 def embeddable(data: dict) -> str:

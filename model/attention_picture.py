@@ -14,23 +14,11 @@ from matplotlib.ft2font import FT2Font
 from PIL import Image, ImageDraw, ImageFont
 
 from configs.errors import UserError
+from model.colors import LIGHT, ON_PAPER, WHITE_TEXT_FROM, color_rows, rgb
 
-# Colour and opacity of a weight w are row round(255 * sqrt(w)): the root keeps a few percent visible beside large
-# weights. The less weight, the more the ground shines through, so the one scale works on light and on dark ground.
-_FAINT, _FULL = np.array([255, 150, 40]), np.array([190, 24, 60])
-_SHARE = np.arange(256)[:, None] / 255
-COLORS = np.concatenate([_FAINT + (_FULL - _FAINT) * _SHARE, 255 * _SHARE], 1).round().astype(np.uint8)  # RGBA
-
-WHITE_TEXT_FROM = 190  # rows of COLORS on which white is easier to read than black, on light ground
-PAPER, MASKED, INK, FAINT_INK = (255, 255, 255), (238, 238, 240), (40, 40, 46), (110, 110, 118)
-_ON_PAPER = (255 + (COLORS[:, :3].astype(float) - 255) * COLORS[:, 3:] / 255).round().astype(np.uint8)  # (256, 3)
+PAPER, MASKED, INK, FAINT_INK, FRAME = (rgb(LIGHT[name]) for name in ("paper", "masked", "ink", "faint", "line"))
 FONT = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSansMono.ttf"
 MAX_PIXELS = 16_000  # a side; more is no picture that anything opens
-
-
-def color_rows(weights: np.ndarray) -> np.ndarray:
-    """Weights, 0 to 1, as rows of COLORS: the same shape, uint8. weight = (row / 255) ** 2, to 0.004 at worst."""
-    return (255 * np.sqrt(np.clip(weights, 0, 1))).round().astype(np.uint8)
 
 
 def draw_attention(maps: np.ndarray, labels: list[str], title: str = "", scale: int = 1) -> np.ndarray:
@@ -76,7 +64,7 @@ def draw_attention(maps: np.ndarray, labels: list[str], title: str = "", scale: 
     for layer in range(num_layers):
         for head in range(num_heads):
             x, y = left + head * pitch_x, top + layer * pitch_y + line
-            tile = _ON_PAPER[rows[layer, head]]  # (T, T, 3)
+            tile = ON_PAPER[rows[layer, head]]  # (T, T, 3)
             tile[masked] = MASKED
             picture[y : y + side, x : x + side] = tile.repeat(cell, 0).repeat(cell, 1)
 
@@ -93,7 +81,7 @@ def draw_attention(maps: np.ndarray, labels: list[str], title: str = "", scale: 
         for head in range(num_heads):
             x = left + head * pitch_x
             write(x, y, f"layer {layer} head {head}", INK)
-            draw.rectangle((x - 1, y + line - 1, x + side, y + line + side), outline=(200, 200, 205))
+            draw.rectangle((x - 1, y + line - 1, x + side, y + line + side), outline=FRAME)
             if layer == num_layers - 1:
                 image.paste(INK, (x, y + line + side), keys)
             if cell >= 26 * scale:
@@ -136,7 +124,7 @@ def draw_head_scores(scores: dict[str, np.ndarray], tops: dict[str, float], titl
                 row, value = rows[layer, head], float(table[layer, head])
                 corner = x + head * cell_x, top + layer * cell_y
                 draw.rectangle(
-                    (*corner, corner[0] + cell_x - 2, corner[1] + cell_y - 2), fill=tuple(map(int, _ON_PAPER[row]))
+                    (*corner, corner[0] + cell_x - 2, corner[1] + cell_y - 2), fill=tuple(map(int, ON_PAPER[row]))
                 )
                 text = f"{value:.2f}" if tops[name] <= 1 else f"{value:.1f}"
                 indent = (cell_x - 2 - _width(text, font_size)) // 2
@@ -212,7 +200,7 @@ def _write_numbers(write, weights: np.ndarray, rows: np.ndarray, x: int, y: int,
 
 def _color_bar(image: Image.Image, write, x: int, y: int, height: int, scale: int) -> None:
     rows = np.linspace(255, 0, height).round().astype(int)
-    bar = Image.fromarray(_ON_PAPER[rows][:, None].repeat(12 * scale, 1))
+    bar = Image.fromarray(ON_PAPER[rows][:, None].repeat(12 * scale, 1))
     image.paste(bar, (x, y))
     for weight in (0, 0.05, 0.25, 0.5, 1) if height >= 150 * scale else (0, 0.25, 1):
         tick = round(y + (height - 1) * (1 - weight**0.5))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from model.attention_page import attention_page, embeddable
-from model.attention_picture import COLORS, color_rows
+from model.colors import SCALE, color_rows
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
@@ -110,7 +110,7 @@ def test_pointing_at_a_token_shows_its_row_of_the_tensor(open_page):
         # half a byte of quantisation on the root's scale, 0.004, and half a digit
         np.testing.assert_allclose(shown_numbers(browser), MAPS[0, 0, query], atol=0.004 + 0.005)
         colors = [rgba(token.value_of_css_property("background-color")) for token in tokens_of(browser)[: query + 1]]
-        expected = COLORS[color_rows(MAPS[0, 0, query, : query + 1])].astype(float)
+        expected = SCALE[color_rows(MAPS[0, 0, query, : query + 1])].astype(float)
         for color, (red, green, blue, alpha) in zip(colors, expected, strict=True):
             assert color[:3] == [red, green, blue] or alpha == 0
             assert (color[3] if len(color) > 3 else 1.0) == pytest.approx(alpha / 255, abs=0.005)
@@ -139,7 +139,7 @@ def test_small_maps_choose_layer_and_head(open_page):
         "return Array.from(context.getImageData(0, 0, 7, 7).data);"
     )
     opacity = np.array(pixels).reshape(7, 7, 4)[..., 3]
-    np.testing.assert_array_equal(opacity, np.tril(COLORS[color_rows(MAPS[1, 2]), 3]))
+    np.testing.assert_array_equal(opacity, np.tril(SCALE[color_rows(MAPS[1, 2]), 3]))
 
 
 def test_keyboard_alone_reaches_every_token_layer_and_head(open_page):

@@ -17,8 +17,9 @@ from configs.command_line import compose, one_line_errors
 from configs.errors import UserError
 from data.tokenizer import encode
 from model import see
-from model.attention_picture import COLORS, MASKED, color_rows, draw_attention, draw_head_scores
+from model.attention_picture import MASKED, draw_attention, draw_head_scores
 from model.checkpoint import load_checkpoint
+from model.colors import SCALE, color_rows
 
 PROJECT = Path(__file__).resolve().parents[1]
 TEXT = "The king and queen of night."
@@ -140,7 +141,7 @@ def test_picture_is_a_png_that_decodes_to_the_colours_of_the_weights(shown, maps
         assert image.format == "PNG"
         picture = np.asarray(image.convert("RGB"))
     colors = {tuple(color) for color in picture.reshape(-1, 3)}
-    on_white = 255 + (COLORS[:, :3].astype(float) - 255) * COLORS[:, 3:] / 255
+    on_white = 255 + (SCALE[:, :3].astype(float) - 255) * SCALE[:, 3:] / 255
     expected = {tuple(on_white[row].round().astype(int)) for row in color_rows(maps[maps > 0])}
     assert expected <= colors and MASKED in colors
 
@@ -149,7 +150,7 @@ def test_every_cell_has_the_colour_of_its_weight():
     maps = np.tril(np.random.default_rng(0).dirichlet(np.ones(32), (2, 3, 32))).astype(np.float32)
     picture = draw_attention(maps, ["x"] * 32)
     cell, corner = 11, np.argwhere((picture == MASKED).all(-1)).min(0)  # the first masked cell: row 0, column 1
-    on_white = 255 + (COLORS[:, :3].astype(float) - 255) * COLORS[:, 3:] / 255
+    on_white = 255 + (SCALE[:, :3].astype(float) - 255) * SCALE[:, 3:] / 255
     top, left = corner[0] + cell // 2, corner[1] - cell + cell // 2
     for query, key in [(0, 0), (31, 0), (31, 31), (17, 4)]:
         expected = on_white[color_rows(maps[0, 0, query, key])].round()
