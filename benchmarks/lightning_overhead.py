@@ -8,37 +8,25 @@ Times are of the steps alone, on the CPU: no validation, no start-up. The last l
 """
 
 import json
-import logging
 import statistics
 import sys
 import tempfile
 import time
-import warnings
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from benchmarks.default_run import new_network, prepared_text, snapshots_of, train
 from configs.command_line import compose, one_line_errors
 from configs.schema import build
-from data.config import DataConfig, TokenizerConfig
 from data.module import TextData
-from model.callbacks import KeepCheckpoint, Metrics, Progress, RunLogger, Snapshots, StopOnSignal
-from model.config import GPTConfig, OptimizerConfig
-from model.gpt import GPT
-from model.lightning_module import GPTLightning
+from model.config import OptimizerConfig
 from model.optimizer import build_optimizer, lr_factor
-from model.trainer import build_trainer, resolve
 
 WARMUP_STEPS, STEPS, ROUNDS = 20, 150, 5
-
-
-def new_network(config: DictConfig, data: TextData) -> GPT:
-    """The same weights every time."""
-    torch.manual_seed(config.seed)
-    return GPT(build(GPTConfig, config.model, vocab_size=data.vocab_size))
 
 
 def by_hand(config: DictConfig, data: TextData) -> float:
@@ -79,44 +67,15 @@ class Stopwatch(Callback):
 
 def by_lightning(config: DictConfig, data: TextData, run_dir: Path) -> float:
     """Milliseconds a step of the Trainer of train.py."""
-    module = GPTLightning(
-        new_network(config, data), data.tokenizer, build(OptimizerConfig, config.optimizer), config.seed
-    )
-    stopwatch, metrics = Stopwatch(), Metrics({"benchmark": "lightning_overhead"})
-    options = OmegaConf.to_container(config.trainer, resolve=True)
-    options |= {"max_steps": WARMUP_STEPS + STEPS, "max_time": None, "accelerator": "cpu"}
-    trainer = build_trainer(
-        resolve(options) | {"limit_val_batches": 0},
-        1,
-        len(data.train_dataloader()),
-        default_root_dir=run_dir,
-        logger=RunLogger(run_dir),
-        callbacks=[
-            stopwatch,
-            metrics,
-            Progress(metrics),
-            Snapshots(data.val_passage(Snapshots.PASSAGE_TOKENS).tolist()),
-            StopOnSignal(run_dir / "last.ckpt"),
-            KeepCheckpoint(run_dir / "last.ckpt"),
-        ],
-        num_sanity_val_steps=0,
-        enable_model_summary=False,
-    )
-    data.trainer = None
-    trainer.fit(module, datamodule=data)
-    data.trainer = None
+    stopwatch = Stopwatch()
+    train(config, data, run_dir, WARMUP_STEPS + STEPS, validations=0, first=stopwatch, drawing=snapshots_of(data))
     return stopwatch.step_ms
 
 
 def main() -> None:
     """Prints a line a round, the median ratio, and one JSON line."""
-    warnings.filterwarnings("ignore", module="lightning|torch")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     config = compose("train", sys.argv[1:])
-    data = TextData(
-        build(DataConfig, config.data), build(TokenizerConfig, config.tokenizer), config.model.context_length, 0
-    )
-    data.prepare()
+    data = prepared_text(config)
     rounds = []
     print(f"{'round':>5} {'by hand, ms':>12} {'Lightning, ms':>14} {'ratio':>7}")
     with tempfile.TemporaryDirectory() as folder:

@@ -1,0 +1,79 @@
+"""The run that train.py makes of its defaults, shortened, for benchmarks that look at a part of it."""
+
+import logging
+import warnings
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Callback
+from omegaconf import DictConfig, OmegaConf
+
+from configs.schema import build
+from data.config import DataConfig, TokenizerConfig
+from data.module import TextData
+from model.callbacks import KeepCheckpoint, Metrics, Progress, RunLogger, Snapshots, StopOnSignal
+from model.config import GPTConfig, OptimizerConfig
+from model.gpt import GPT
+from model.lightning_module import GPTLightning
+from model.trainer import build_trainer, resolve
+
+
+def prepared_text(config: DictConfig) -> TextData:
+    """The run's text, encoded; from here on Lightning's warnings are silent."""
+    warnings.filterwarnings("ignore", module="lightning|torch")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    data = TextData(
+        build(DataConfig, config.data), build(TokenizerConfig, config.tokenizer), config.model.context_length, 0
+    )
+    data.prepare()
+    return data
+
+
+def new_network(config: DictConfig, data: TextData) -> GPT:
+    """The same weights every time."""
+    torch.manual_seed(config.seed)
+    return GPT(build(GPTConfig, config.model, vocab_size=data.vocab_size))
+
+
+def snapshots_of(data: TextData) -> Snapshots:
+    """What train.py draws."""
+    return Snapshots(data.val_passage(Snapshots.PASSAGE_TOKENS).tolist())
+
+
+def train(
+    config: DictConfig, data: TextData, run_dir: Path, steps: int, validations: int, first: Callback, drawing: Callback
+) -> None:
+    """Runs so many steps in train.py's Trainer on the CPU.
+
+    Args:
+        validations: 0 for none.
+        first: a callback that sees each hook before all others.
+        drawing: what stands in the place of Snapshots.
+    """
+    optimizer = build(OptimizerConfig, config.optimizer)
+    module = GPTLightning(new_network(config, data), data.tokenizer, optimizer, config.seed)
+    metrics = Metrics({})
+    options = OmegaConf.to_container(config.trainer, resolve=True)
+    options = resolve(options | {"max_steps": steps, "max_time": None, "accelerator": "cpu"})
+    if not validations:
+        options["limit_val_batches"] = 0
+    trainer = build_trainer(
+        options,
+        max(1, validations),
+        len(data.train_dataloader()),
+        default_root_dir=run_dir,
+        logger=RunLogger(run_dir),
+        callbacks=[
+            first,
+            metrics,
+            Progress(metrics),
+            drawing,
+            StopOnSignal(run_dir / "last.ckpt"),
+            KeepCheckpoint(run_dir / "last.ckpt"),
+        ],
+        num_sanity_val_steps=0,
+        enable_model_summary=False,
+    )
+    data.trainer = None
+    trainer.fit(module, datamodule=data)
+    data.trainer = None

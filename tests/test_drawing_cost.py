@@ -1,0 +1,72 @@
+"""The cost of drawing is that of what a run draws, at each of its validations, and its share is of a default run."""
+
+import json
+import time
+
+import pytest
+
+from benchmarks import drawing_cost
+from benchmarks.drawing_cost import TimedDrawing
+from model.callbacks import Snapshots
+
+TINY = [
+    "model.num_layers=1", "model.num_heads=2", "model.d_model=16", "model.context_length=16",
+    "tokenizer=byte", "data.batch_size=2", "data.val_tokens=64", "validations=3",
+]  # fmt: skip
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path, capsys):
+    """What the command prints, and the training steps at which Snapshots drew; each drawing takes 0.2 s more."""
+    corpus, drawn_at = tmp_path / "text.txt", []
+    corpus.write_text("to be or not to be\n" * 200, encoding="utf-8")
+    draw = Snapshots.on_validation_end
+
+    def slowly(self, trainer, module):
+        drawn_at.append(trainer.global_step)
+        time.sleep(0.2)
+        draw(self, trainer, module)
+
+    monkeypatch.setattr(Snapshots, "on_validation_end", slowly)
+    monkeypatch.setattr(drawing_cost, "STEPS", 6)
+    monkeypatch.setattr("sys.argv", ["drawing_cost", *TINY, f"data.corpus={corpus}"])
+    drawing_cost.main()
+    return capsys.readouterr().out, drawn_at
+
+
+def test_every_validation_of_the_run_is_timed_whole(measured):
+    out, drawn_at = measured
+    result = json.loads(out.splitlines()[-1])
+    assert drawn_at == [2, 4, 6]
+    assert len(result["drawing_s"]) == 3 and min(result["drawing_s"]) > 0.2
+    assert sum(result["drawing_s"]) < result["run_s"]
+    rows = [line.split() for line in out.splitlines()[1:4]]
+    assert [int(step) for _, step, _ in rows] == drawn_at
+    assert [float(seconds) for *_, seconds in rows] == pytest.approx(result["drawing_s"], abs=0.001)
+
+
+def test_share_is_that_of_ninety_seconds(measured):
+    out, _ = measured
+    result = json.loads(out.splitlines()[-1])
+    assert result["share_of_default_run"] == pytest.approx(sum(result["drawing_s"]) / 90, abs=1e-4)
+    assert f"{result['share_of_default_run']:.2%} of a default run of 90 s; promised: at most 3%" in out
+
+
+def test_what_tensorboard_still_has_to_write_counts_only_if_it_is_ours():
+    order = []
+
+    class Recorder:
+        """Stands for the trainer, its logger, its writer, and Snapshots."""
+
+        global_step, logger = 5, None
+
+        def flush(self):
+            order.append("flush")
+
+        def on_validation_end(self, trainer, module):
+            order.append("draw")
+
+    recorder = Recorder()
+    recorder.logger = recorder.experiment = recorder
+    TimedDrawing(recorder).on_validation_end(recorder, None)
+    assert order == ["flush", "draw", "flush"]
