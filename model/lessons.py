@@ -136,7 +136,7 @@ def cost_part(lengths: list[int], num_layers: int, num_heads: int) -> None:
     print(f"{'context':>8} {'':>15} {'score matrix, MB':>23}   {'measured, ms':>19}   {'times the last line':>19}")
     print(f"{'length':>8} {'pairs':>15} {'one head':>11} {times:>11}   {'written out':>11} {'fused':>7}", end="")
     print(f"   {'pairs':>9} {'time':>9}")
-    last_length, last_ms = None, None
+    last_length, last_ms, skipped = None, None, False
     for length in lengths:
         one, model = score_matrix_bytes(length), score_matrix_bytes(length, num_heads, num_layers)
         written_out, fused = time_one_head(length)
@@ -146,8 +146,9 @@ def cost_part(lengths: list[int], num_layers: int, num_heads: int) -> None:
             f"{shown(written_out):>11} {shown(fused):>7}   {pairs:>9} {growth(written_out, last_ms):>9}",
             flush=True,
         )
-        last_length, last_ms = length, written_out
-    print("\nMB = 2^20 bytes, float32. A - was not measured: it would not fit into the free memory.")
+        last_length, last_ms, skipped = length, written_out, skipped or written_out is None
+    print("\nMB = 2^20 bytes, float32.", end="")
+    print(" Written out, a - was not measured: it would not fit into the free memory." if skipped else "")
 
 
 def growth(value: float | None, before: float | None) -> str:

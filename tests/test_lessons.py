@@ -130,6 +130,14 @@ def test_a_matrix_larger_than_the_free_memory_is_not_tried(monkeypatch):
     assert written_out is None and fused > 0
 
 
+@pytest.mark.parametrize(("longest_measured", "said"), [(16, True), (64, False)])
+def test_what_was_not_measured_is_explained_where_there_is_such(monkeypatch, capsys, longest_measured, said):
+    monkeypatch.setattr(lessons, "time_one_head", lambda length: (1.0 if length <= longest_measured else None, 1.0))
+    lessons.main(compose("lessons", ["lengths=[16,32,64]"]))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("MB = 2^20 bytes, float32.") and ("was not measured" in last) is said
+
+
 @pytest.mark.parametrize("setting", ["lengths=[]", "lengths=[0]", "num_layers=0", "num_heads=0"])
 def test_what_cannot_work_is_refused_before_anything_is_printed(setting, capsys):
     with pytest.raises(UserError, match=setting.partition("=")[0]):
