@@ -142,7 +142,7 @@ class Metrics(Callback):
             "memory/mb": peak_memory_mb(trainer.strategy.root_device.type),
         }
         for group in trainer.optimizers[0].param_groups:
-            values["lr/muon" if group["muon"] else "lr/adamw"] = group["lr"]
+            values[f"lr/{group['name']}"] = group["lr"]
         if trainer.global_step % trainer.log_every_n_steps == 0:
             values["train/grad_norm"] = float(self.grad_norm)
         self.train_seconds += self._interval_seconds

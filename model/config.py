@@ -54,6 +54,8 @@ class GPTConfig:
     """The output layer shares the token embedding's matrix."""
     logit_soft_cap: float | None = None
     """Squash logits smoothly into (-cap, cap)."""
+    bigram_rows: int | None = None
+    """Rows of a second embedding, of each token together with the one before it; pairs share rows by hash. None: off."""
     dropout: float = 0.0
     """Share of activations dropped in training: embedding, attention weights, both branches of a block."""
     init: str = "gpt2"
@@ -93,6 +95,7 @@ class GPTConfig:
             "num_kv_heads",
             "mlp_hidden",
             "attention_window",
+            "bigram_rows",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -152,6 +155,8 @@ class OptimizerConfig:
     """"muon" (Muon for the matrices inside blocks, AdamW for the rest) or "adamw" (AdamW for all)."""
     lr: float = 3e-3
     """Peak learning rate of AdamW."""
+    embedding_lr: float | None = None
+    """Peak learning rate of AdamW for embeddings that are not also the output layer. None: lr."""
     muon_lr: float = 0.02
     """Peak learning rate of Muon: the size of an update, relative to an orthogonal matrix."""
     muon_momentum: float = 0.95
@@ -171,9 +176,10 @@ class OptimizerConfig:
         """Refuses what cannot work. Raises UserError."""
         if self.name not in ("muon", "adamw"):
             raise UserError(f"optimizer.name is {self.name!r}, but must be one of muon, adamw.")
-        for field in ("lr", "muon_lr"):
-            if not 0 < getattr(self, field) < float("inf"):
-                raise UserError(f"optimizer.{field} is {getattr(self, field)}, but must be above 0.")
+        for field in ("lr", "embedding_lr", "muon_lr"):
+            value = getattr(self, field)
+            if value is not None and not 0 < value < float("inf"):
+                raise UserError(f"optimizer.{field} is {value}, but must be above 0.")
         for field in ("muon_momentum", "beta1", "beta2"):
             if not 0 <= getattr(self, field) < 1:
                 raise UserError(f"optimizer.{field} is {getattr(self, field)}, but must be at least 0 and below 1.")

@@ -2,7 +2,7 @@
 
 A token's way, with shapes as in model/attention.py:
 
-    ids (B, T) -> embedding (B, T, C) -> [x + attention(norm(x)), x + mlp(norm(x))] x num_layers
+    ids (B, T) -> embeddings (B, T, C) -> [x + attention(norm(x)), x + mlp(norm(x))] x num_layers
                -> norm -> output layer -> logits (B, T, vocab_size)
 """
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from model.attention import MultiHeadAttention, rope_tables
 from model.config import GPTConfig
 from model.linear import Linear
+from model.loss import output_loss
 
 
 def build_norm(config: GPTConfig) -> nn.Module:
@@ -22,6 +23,39 @@ def build_norm(config: GPTConfig) -> nn.Module:
     if config.norm == "layernorm":
         return nn.LayerNorm(config.d_model, config.norm_eps, config.norm_affine, bias=config.bias)
     return nn.RMSNorm(config.d_model, config.norm_eps, config.norm_affine)
+
+
+class BigramEmbedding(nn.Embedding):
+    """A vector for each token together with the one before it, looked up by hash: (B, T) ids -> (B, T, C).
+
+    Gives the first block at once what an attention head would first have to learn: to look one token back.
+    Rows shared by hash: Svenstrup et al. 2017, arXiv:1709.03933.
+    """
+
+    def __init__(self, rows: int, d_model: int):
+        super().__init__(rows, d_model)
+        self.rows = rows
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Pairs that meet in a row share its vector; the first token of a window is paired with none."""
+        before = F.pad(ids[:, :-1], (1, 0), value=-1)  # (B, T)
+        # Odd factors, so that each of the two alone reaches every row of a table of 2^n.
+        return super().forward((before * 40_503 ^ ids * 30_011) % self.rows)
+
+
+class SquaredReLU(torch.autograd.Function):
+    """relu(x)^2 (Primer, So et al. 2021, arXiv:2109.08668), with a derivative, 2 relu(x), of two operators, not five."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        positive = x.relu()
+        ctx.save_for_backward(positive)
+        return positive * positive
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (positive,) = ctx.saved_tensors
+        return (grad * positive).mul_(2)
 
 
 class MLP(nn.Module):
@@ -38,8 +72,8 @@ class MLP(nn.Module):
         h = self.up(x)  # (B, T, mlp_width), twice as wide for swiglu
         if self.kind == "gelu":
             h = F.gelu(h, approximate="tanh")
-        elif self.kind == "relu2":  # Primer, arXiv:2109.08668
-            h = F.relu(h).square()
+        elif self.kind == "relu2":
+            h = SquaredReLU.apply(h)
         else:  # SwiGLU, arXiv:2002.05202
             gate, value = h.chunk(2, dim=-1)  # (B, T, mlp_width) each
             h = F.silu(gate) * value
@@ -77,12 +111,13 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer (GPT-2, Llama or nanochat, by `config`)."""
+    """A decoder-only transformer (GPT-2, Llama, nanochat or our own tiny, by `config`)."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.bigram_embedding = BigramEmbedding(config.bigram_rows, config.d_model) if config.bigram_rows else None
         if config.positions == "learned":
             self.position_embedding = nn.Embedding(config.context_length, config.d_model)
         else:
@@ -108,17 +143,33 @@ class GPT(nn.Module):
         Returns:
             (B, T, vocab_size), from which softmax makes probabilities.
         """
+        logits = self.output(self.features(ids))  # (B, T, vocab_size)
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy of the next tokens in nats: of `forward`'s logits, which it need not make at once.
+
+        Args:
+            ids, targets: (B, T) each.
+        """
+        if self.config.logit_soft_cap is not None:
+            return F.cross_entropy(self(ids).flatten(0, 1), targets.flatten())
+        return output_loss(self.features(ids).flatten(0, 1), self.output.weight, targets.flatten())
+
+    def features(self, ids: Tensor) -> Tensor:
+        """(B, T) ids -> what the output layer reads, (B, T, C)."""
         x, rope = self.embed(ids)
         for block in self.blocks:
             x = block(x, rope)
-        logits = self.output(self.final_norm(x))  # (B, T, vocab_size)
-        cap = self.config.logit_soft_cap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return self.final_norm(x)
 
     def embed(self, ids: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """(B, T) ids -> the stream entering the first block (B, T, C), and RoPE's tables (T, D) if it has them."""
         T = ids.size(1)
         x = self.token_embedding(ids)  # (B, T, C)
+        if self.bigram_embedding is not None:
+            x = x + self.bigram_embedding(ids)
         if self.config.positions == "learned":
             x = x + self.position_embedding.weight[:T]
             rope = None
@@ -155,6 +206,7 @@ class GPT(nn.Module):
         |                               | gpt2                   | nanochat     |
         |-------------------------------|------------------------|--------------|
         | token embedding               | 0.02                   | 1 (tied 0.02)|
+        | bigram embedding              | 0                      | 0            |
         | position embedding            | 0.02                   | 0.02         |
         | output layer, where not tied  | 0.02                   | 0.001        |
         | matrices that read the stream | 0.02                   | 1 / sqrt(C)  |
@@ -168,6 +220,8 @@ class GPT(nn.Module):
         read = 0.02 if gpt2 else c.d_model**-0.5
         write = 0.02 / math.sqrt(2 * c.num_layers) if gpt2 else 0.0
         nn.init.normal_(self.token_embedding.weight, std=0.02 if gpt2 or c.tied_embeddings else 1.0)
+        if self.bigram_embedding is not None:
+            nn.init.zeros_(self.bigram_embedding.weight)
         if c.positions == "learned":
             nn.init.normal_(self.position_embedding.weight, std=0.02)
         if not c.tied_embeddings:

@@ -43,8 +43,7 @@ class GPTLightning(pl.LightningModule):
         if self.network.config.dropout:  # what is dropped depends on (seed, step, rank) alone
             torch.manual_seed(random.Random(f"{self.seed} {self.batches_done} {self.global_rank}").getrandbits(63))
         inputs, targets = batch[:, :-1], batch[:, 1:]  # (B, T) each: every token predicts the next one
-        logits = self.network(inputs)  # (B, T, vocab_size)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss = self.network.loss(inputs, targets)
         self.last_loss = loss.detach()
         self.refuse_non_finite(self.last_loss)
         return loss

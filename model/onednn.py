@@ -47,19 +47,21 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _product(x, weight)
+        return raw_onednn_product(x, weight)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        grad_x = _product(grad, weight.t()) if ctx.needs_input_grad[0] else None  # (..., I)
+        grad_x = raw_onednn_product(grad, weight.t()) if ctx.needs_input_grad[0] else None  # (..., I)
         # All tokens of the batch, flattened to one dimension N, are summed over: (O, N) (N, I) -> (O, I)
-        grad_weight = _product(grad.flatten(0, -2).t(), x.flatten(0, -2).t()) if ctx.needs_input_grad[1] else None
+        grad_weight = (
+            raw_onednn_product(grad.flatten(0, -2).t(), x.flatten(0, -2).t()) if ctx.needs_input_grad[1] else None
+        )
         return grad_x, grad_weight
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a (..., K) times b^T, with b (M, K) -> (..., M)."""
+def raw_onednn_product(a: Tensor, b: Tensor) -> Tensor:
+    """a (..., K) times b^T, with b (M, K) -> (..., M). Not differentiable."""
     return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
 
 
@@ -77,27 +79,33 @@ def onednn_attention(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps the graph of PyTorch's own function, since its backward pass too has to run under `_preferred`."""
+    """Keeps the graph of PyTorch's own function, since its backward pass too has to run under `prefer_onednn`."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, options: dict) -> Tensor:
         ctx.inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in (q, k, v)]
-        with torch.set_grad_enabled(any(ctx.needs_input_grad)), _preferred():
+        with torch.set_grad_enabled(any(ctx.needs_input_grad)), prefer_onednn():
             ctx.output = F.scaled_dot_product_attention(*ctx.inputs, **options)  # (B, H, T, D)
         return ctx.output.detach()
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         wanted = [tensor for tensor in ctx.inputs if tensor.requires_grad]
-        with _preferred():
+        with prefer_onednn():
             found = iter(torch.autograd.grad(ctx.output, wanted, grad))
         return *(next(found) if tensor.requires_grad else None for tensor in ctx.inputs), None
 
 
 @contextmanager
-def _preferred() -> Iterator[None]:
-    """PyTorch's products go to oneDNN. "medium" lets it round to bfloat16, but it has no such float32 kernel
-    without AMX, which no AMD processor has: tests/test_onednn.py holds the results to float32's precision."""
+def prefer_onednn() -> Iterator[None]:
+    """PyTorch's own products, outside nn.Linear, go to oneDNN where it is faster.
+
+    "medium" lets it round to bfloat16, but it has no such float32 kernel without AMX, which no AMD processor has:
+    tests/test_onednn.py holds the results to float32's precision.
+    """
+    if not onednn_is_faster():
+        yield
+        return
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
