@@ -45,7 +45,7 @@ def main(config: DictConfig) -> None:
     # What can be refused without the text, and without the slow imports, is refused first.
     optimizer_config = build(OptimizerConfig, config.optimizer)
     data_config = build(DataConfig, config.data)
-    tokenizer_config = build(TokenizerConfig, config.tokenizer)
+    build(TokenizerConfig, config.tokenizer)
     build(GPTConfig, config.model, vocab_size=1)
     if not 0 <= config.seed < 2**32:
         raise UserError(f"seed is {config.seed}, but must be a whole number from 0 to {2**32 - 1}.")
@@ -53,21 +53,29 @@ def main(config: DictConfig) -> None:
     from lightning.pytorch import seed_everything
 
     from data.module import TextData
+    from model.budget import measured_speed, time_allowed, time_to_train, with_recipe
     from model.callbacks import KeepCheckpoint, Metrics, Progress, RunLogger, Snapshots, StopOnSignal, StoppedBySignal
     from model.checkpoint import record_validation
     from model.compilation import compile_if_wanted
     from model.gpt import GPT
     from model.lightning_module import GPTLightning
-    from model.trainer import build_trainer, refuse_time_on_several_devices, resolve
+    from model.trainer import build_trainer, expected_device, refuse_time_on_several_devices, resolve
 
     log_to(None)
     warnings.filterwarnings("ignore", module="lightning|torch")
     options = resolve(OmegaConf.to_container(config.trainer, resolve=True))
+    budget = time_allowed(config)
+    if budget:
+        speed = measured_speed(expected_device(options))
+        config, picked = with_recipe(config, started + budget.total_seconds() - time.time(), speed)
     seed_everything(config.seed, verbose=False)
 
-    data = TextData(data_config, tokenizer_config, config.model.context_length, config.seed)
+    data = TextData(data_config, build(TokenizerConfig, config.tokenizer), config.model.context_length, config.seed)
     data.prepare()
     network = GPT(build(GPTConfig, config.model, vocab_size=data.vocab_size))
+    if budget:
+        left = started + budget.total_seconds() - time.time()
+        options["max_time"] = time_to_train(left, network, len(data.val_tokens), speed)
     module = GPTLightning(network, data.tokenizer, optimizer_config, config.seed)
     metrics = Metrics(hyperparameters(config, network))
 
@@ -97,6 +105,8 @@ def main(config: DictConfig) -> None:
 
     save_config(config, run_dir)
     log_to(run_dir)
+    if budget:
+        say(picked)
     say(data.describe())
     say(describe(network, trainer))
     try:

@@ -20,8 +20,8 @@ from lightning.pytorch import Callback
 
 from benchmarks.default_run import prepared_text, snapshots_of, train
 from configs.command_line import compose, one_line_errors
+from model.budget import DEFAULT_TIME
 from model.callbacks import Snapshots
-from model.trainer import DEFAULT_TIME
 
 STEPS = 200
 PROMISED_SHARE = 0.03

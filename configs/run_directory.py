@@ -48,6 +48,11 @@ def new_run_dir(config: DictConfig) -> Path:
     return run_dir
 
 
+def given_keys() -> set[str]:
+    """Keys and groups that the command line sets, in a sweep those of this run too."""
+    return {override.lstrip("+~").partition("=")[0] for override in HydraConfig.get().overrides.task}
+
+
 @contextmanager
 def removed_if_refused(run_dir: Path) -> Iterator[None]:
     """Takes the directory away again where the user's choices cannot work: nothing half-made stays."""

@@ -42,6 +42,7 @@ class TrainSchema:
     tokenizer: Any = MISSING
     optimizer: Any = MISSING
     trainer: Any = MISSING
+    budget: Any = MISSING
     seed: int = MISSING
     compile: str = MISSING
     validations: int = MISSING

@@ -42,7 +42,7 @@ class TokenizerConfig:
 
     kind: str = "bpe"
     """"byte", "bpe" or "tiktoken"."""
-    vocab_size: int = 1024
+    vocab_size: int = 2048
     """Tokens that bpe aims for: 256 bytes and the merges. A tiny text has fewer to offer."""
     name: str = "gpt2"
     """Which of tiktoken's own encodings kind "tiktoken" uses."""

@@ -55,7 +55,9 @@ class GPTConfig:
     logit_soft_cap: float | None = None
     """Squash logits smoothly into (-cap, cap)."""
     bigram_rows: int | None = None
-    """Rows of a second embedding, of each token together with the one before it; pairs share rows by hash. None: off."""
+    """Rows of a second embedding, of each token with the one before it; pairs share rows by hash. None: off."""
+    bigram_dropout: float = 0.0
+    """Share of these pairs left out in training, so that nothing leans on pairs that only the training text has."""
     dropout: float = 0.0
     """Share of activations dropped in training: embedding, attention weights, both branches of a block."""
     init: str = "gpt2"
@@ -78,6 +80,11 @@ class GPTConfig:
             return self.mlp_hidden
         # SwiGLU has three matrices where the others have two; multiples of 32 suit vector units.
         return 4 * self.d_model if self.mlp != "swiglu" else -(-8 * self.d_model // 3 // 32) * 32
+
+    @property
+    def drops(self) -> bool:
+        """Whether anything is dropped in training."""
+        return self.dropout > 0 or self.bigram_dropout > 0
 
     def window_of(self, layer: int) -> int | None:
         """Tokens a query of this layer, counted from 0, can look at. None: all before it."""
@@ -109,8 +116,9 @@ class GPTConfig:
                 f"model.attention_pattern is {self.attention_pattern!r}, but must be letters L (local) and F (full), "
                 "such as LLLF for every fourth layer full."
             )
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"model.dropout is {self.dropout}, but must be at least 0 and below 1.")
+        for name in ("dropout", "bigram_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"model.{name} is {getattr(self, name)}, but must be at least 0 and below 1.")
         for name in ("norm_eps", "rope_base", "logit_soft_cap"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
@@ -157,9 +165,9 @@ class OptimizerConfig:
     """Peak learning rate of AdamW."""
     embedding_lr: float | None = None
     """Peak learning rate of AdamW for embeddings that are not also the output layer. None: lr."""
-    muon_lr: float = 0.02
+    muon_lr: float = 0.014
     """Peak learning rate of Muon: the size of an update, relative to an orthogonal matrix."""
-    muon_momentum: float = 0.95
+    muon_momentum: float = 0.9
     """Share of Muon's running average kept each step."""
     beta1: float = 0.9
     """Share of AdamW's first moment kept each step."""

@@ -32,19 +32,21 @@ class BigramEmbedding(nn.Embedding):
     Rows shared by hash: Svenstrup et al. 2017, arXiv:1709.03933.
     """
 
-    def __init__(self, rows: int, d_model: int):
+    def __init__(self, rows: int, d_model: int, dropout: float = 0.0):
         super().__init__(rows, d_model)
         self.rows = rows
+        self.dropout = dropout
 
     def forward(self, ids: Tensor) -> Tensor:
         """Pairs that meet in a row share its vector; the first token of a window is paired with none."""
         before = F.pad(ids[:, :-1], (1, 0), value=-1)  # (B, T)
         # Odd factors, so that each of the two alone reaches every row of a table of 2^n.
-        return super().forward((before * 40_503 ^ ids * 30_011) % self.rows)
+        vectors = super().forward((before * 40_503 ^ ids * 30_011) % self.rows)  # (B, T, C)
+        return F.dropout1d(vectors, self.dropout, self.training)  # drops whole vectors
 
 
 class SquaredReLU(torch.autograd.Function):
-    """relu(x)^2 (Primer, So et al. 2021, arXiv:2109.08668), with a derivative, 2 relu(x), of two operators, not five."""
+    """relu(x)^2 (Primer, So et al. 2021, arXiv:2109.08668) with a derivative of two operators instead of five."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -117,7 +119,9 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.bigram_embedding = BigramEmbedding(config.bigram_rows, config.d_model) if config.bigram_rows else None
+        self.bigram_embedding = None
+        if config.bigram_rows:
+            self.bigram_embedding = BigramEmbedding(config.bigram_rows, config.d_model, config.bigram_dropout)
         if config.positions == "learned":
             self.position_embedding = nn.Embedding(config.context_length, config.d_model)
         else:

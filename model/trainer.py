@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from collections.abc import Mapping
 from datetime import timedelta
 from difflib import get_close_matches
 from typing import Any
@@ -12,7 +13,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from configs.errors import UserError
 
-DEFAULT_TIME = timedelta(seconds=90)
 _REFUSED = {
     "check_val_every_n_epoch": "Use validations=5, or trainer.val_check_interval=100 for every 100 batches.",
     "fast_dev_run": "Use trainer.max_steps=1 for a short run.",
@@ -71,20 +71,33 @@ def resolve(options: dict[str, Any]) -> dict[str, Any]:
     options = {"max_epochs": -1, **options}
     bounded = _given(options, "max_steps") or _given(options, "max_epochs")
     if options.get("max_time") == "auto":
-        options["max_time"] = None if bounded else DEFAULT_TIME
+        options["max_time"] = None  # budget decides
     elif options.get("max_time") is not None:
-        options["max_time"] = parse_duration(options["max_time"])
+        options["max_time"] = parse_duration(options["max_time"], "trainer.max_time")
     elif not bounded:
         raise UserError(
             "trainer: nothing ends this run. Give trainer.max_time, trainer.max_steps or trainer.max_epochs."
         )
     if options.get("precision") == "auto":
-        on_gpu = options.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+        on_gpu = expected_device(options).type == "cuda"
         options["precision"] = "bf16-mixed" if on_gpu and torch.cuda.is_bf16_supported(False) else "32-true"
     return options
 
 
-def _given(options: dict[str, Any], bound: str) -> bool:
+def expected_device(options: Mapping[str, Any]) -> torch.device:
+    """Where Lightning is going to train with these options, before there is a Trainer."""
+    wanted = options.get("accelerator", "auto")
+    if wanted in ("auto", "gpu", "cuda") and torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if wanted in ("auto", "gpu", "mps") and torch.backends.mps.is_available() else "cpu")
+
+
+def is_bounded(options: Mapping[str, Any]) -> bool:
+    """Whether the user's options end the run by themselves, or are meant to and do not."""
+    return options.get("max_time") != "auto" or _given(options, "max_steps") or _given(options, "max_epochs")
+
+
+def _given(options: Mapping[str, Any], bound: str) -> bool:
     return options.get(bound) not in (None, -1)
 
 
@@ -100,7 +113,7 @@ def every(options: dict[str, Any], validations: int, batches_per_epoch: int) -> 
     return max(1, -(-min(batches) // validations)) if batches else options["max_time"] / validations
 
 
-def parse_duration(text: Any) -> timedelta:
+def parse_duration(text: Any, name: str) -> timedelta:
     """90, "60s", "5m", "1h30m" or Lightning's own "DD:HH:MM:SS" as a timedelta. Raises UserError."""
     pattern = r"(?:([\d.]+)d)?(?:([\d.]+)h)?(?:([\d.]+)m(?:in)?)?(?:([\d.]+)s)?"
     try:
@@ -117,5 +130,5 @@ def parse_duration(text: Any) -> timedelta:
     except (TypeError, ValueError, OverflowError):  # not a number, no unit of time, or beyond all time
         duration = timedelta()
     if duration <= timedelta():
-        raise UserError(f"trainer.max_time is {text!r}, but must be a time such as 60s, 5m, 1h30m or 00:01:30:00.")
+        raise UserError(f"{name} is {text!r}, but must be a time such as 60s, 5m, 1h30m or 00:01:30:00.")
     return duration

@@ -1,0 +1,68 @@
+"""What a run learns in a given time, whole process, beside nanoGPT's laptop recipe.
+
+    python -m benchmarks.quality [seeds=3] [budgets=[30s,60s]] [corpus=FILE]
+
+First the yardstick, experiment=nanogpt_cpu. Then `budget=` with the yardstick's own time, a fifth and a seventh of
+it, and with every one of `budgets`. Each run is a process of its own, starts with an empty cache, and is judged by
+its bits per byte of the whole validation split; each line is the mean over the seeds. The last line is JSON.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from configs.command_line import one_line_errors
+
+PROJECT = Path(__file__).resolve().parents[1]
+
+
+def train(settings: list[str]) -> tuple[float, float, int]:
+    """Seconds from start to exit, bits per byte and steps of one run of train.py, from an empty cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(PROJECT / "train.py"), *settings]
+        start = time.perf_counter()
+        subprocess.run(
+            [*command, f"runs_dir={folder}/runs", f"data.cache_dir={folder}/cache"],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        seconds = time.perf_counter() - start
+        (summary,) = Path(folder).glob("runs/*/summary.json")
+        values = json.loads(summary.read_text())
+        return seconds, values["val_bits_per_byte"], values["steps"]
+
+
+def measure(name: str, settings: list[str], seeds: int, text: list[str], yardstick: float | None = None) -> dict:
+    """Trains once a seed, prints a line, returns it as plain values."""
+    runs = [train([*settings, *text, f"seed={seed}"]) for seed in range(seeds)]
+    seconds, bits, steps = (statistics.mean(values) for values in zip(*runs, strict=True))
+    error = statistics.stdev(run[1] for run in runs) / seeds**0.5 if seeds > 1 else 0.0
+    ratio = "" if yardstick is None else f"{bits / yardstick:12.3f}"
+    print(f"{name:24} {seconds:8.1f} {steps:8.0f} {bits:10.4f} ±{error:.4f} {ratio}", flush=True)
+    return {"run": name, "seconds": seconds, "bits_per_byte": bits, "standard_error": error, "seeds": seeds}
+
+
+def main() -> None:
+    """Prints the table and one JSON line."""
+    known = OmegaConf.create({"seeds": 3, "budgets": [], "corpus": None})
+    OmegaConf.set_struct(known, True)
+    config = OmegaConf.merge(known, OmegaConf.from_cli())
+    text = [] if config.corpus is None else [f"data.corpus={config.corpus}"]
+    print(f"{'run':24} {'seconds':>8} {'steps':>8} {'bits/byte':>10} {'':7} {'x yardstick':>12}")
+    rows = [measure("experiment=nanogpt_cpu", ["experiment=nanogpt_cpu"], config.seeds, text)]
+    allowed, reached = int(rows[0]["seconds"]), rows[0]["bits_per_byte"]
+    for budget in (f"{allowed}s", f"{allowed // 5}s", f"{allowed // 7}s", *config.budgets):
+        rows.append(measure(f"budget={budget}", [f"budget={budget}"], config.seeds, text, reached))
+    print(json.dumps({"benchmark": "quality", "rows": rows}))
+
+
+if __name__ == "__main__":
+    with one_line_errors("train"):
+        main()
