@@ -10,7 +10,7 @@ class GPTConfig:
     """Shape and parts of a decoder-only transformer.
 
     The defaults are GPT-2's parts at a size for two CPU cores. Other families differ in a few
-    fields: see configs/model/llama.yaml and configs/model/nanochat.yaml.
+    fields: see configs/model/llama.yaml, nanochat.yaml and tiny.yaml.
     """
 
     vocab_size: int
@@ -55,7 +55,7 @@ class GPTConfig:
     logit_soft_cap: float | None = None
     """Squash logits smoothly into (-cap, cap)."""
     bigram_rows: int | None = None
-    """Rows of a second embedding, of each token together with the one before it; pairs share rows by hash. None: off."""
+    """Rows of a second embedding, of a token together with the one before it; pairs share rows by hash. None: off."""
     dropout: float = 0.0
     """Share of activations dropped in training: embedding, attention weights, both branches of a block."""
     init: str = "gpt2"

@@ -11,6 +11,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from model.attention import MultiHeadAttention, rope_tables
 from model.config import GPTConfig
@@ -44,7 +45,7 @@ class BigramEmbedding(nn.Embedding):
 
 
 class SquaredReLU(torch.autograd.Function):
-    """relu(x)^2 (Primer, So et al. 2021, arXiv:2109.08668), with a derivative, 2 relu(x), of two operators, not five."""
+    """relu(x)^2 (Primer, So et al. 2021, arXiv:2109.08668); its derivative, 2 relu(x), in two operators, not five."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -53,6 +54,7 @@ class SquaredReLU(torch.autograd.Function):
         return positive * positive
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> Tensor:
         (positive,) = ctx.saved_tensors
         return (grad * positive).mul_(2)
@@ -153,7 +155,8 @@ class GPT(nn.Module):
         Args:
             ids, targets: (B, T) each.
         """
-        if self.config.logit_soft_cap is not None:
+        # What `compile` compiles is `forward` alone, so a compiled network makes its logits there.
+        if self.config.logit_soft_cap is not None or self._compiled_call_impl is not None:
             return F.cross_entropy(self(ids).flatten(0, 1), targets.flatten())
         return output_loss(self.features(ids).flatten(0, 1), self.output.weight, targets.flatten())
 
