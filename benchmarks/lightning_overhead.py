@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from lightning.pytorch import Callback
 from omegaconf import DictConfig
 
@@ -42,9 +41,7 @@ def by_hand(config: DictConfig, data: TextData) -> float:
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * factor
         batch = batches.batch(step)  # (B, T + 1)
-        logits = network(batch[:, :-1])  # (B, T, vocab_size)
-        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-        loss.backward()
+        network.loss(batch[:, :-1], batch[:, 1:]).backward()
         if config.trainer.get("gradient_clip_val"):
             torch.nn.utils.clip_grad_norm_(network.parameters(), config.trainer.gradient_clip_val)
         optimizer.step()

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import fused_attention, written_out_attention
@@ -76,8 +75,7 @@ def training_step(
     ids = torch.randint(config.vocab_size, (sequences, context_length + 1), device=device)
 
     def forward(ids: Tensor) -> Tensor:
-        logits = network(ids[:, :-1])  # (B, T, vocab_size)
-        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        return network.loss(ids[:, :-1], ids[:, 1:])
 
     def backward(loss: Tensor) -> None:
         loss.backward()

@@ -10,7 +10,7 @@ class GPTConfig:
     """Shape and parts of a decoder-only transformer.
 
     The defaults are GPT-2's parts at a size for two CPU cores. Other families differ in a few
-    fields: see configs/model/llama.yaml and configs/model/nanochat.yaml.
+    fields: see configs/model/llama.yaml, nanochat.yaml and tiny.yaml.
     """
 
     vocab_size: int

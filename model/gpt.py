@@ -11,6 +11,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from model.attention import MultiHeadAttention, rope_tables
 from model.config import GPTConfig
@@ -55,6 +56,7 @@ class SquaredReLU(torch.autograd.Function):
         return positive * positive
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> Tensor:
         (positive,) = ctx.saved_tensors
         return (grad * positive).mul_(2)
@@ -157,7 +159,8 @@ class GPT(nn.Module):
         Args:
             ids, targets: (B, T) each.
         """
-        if self.config.logit_soft_cap is not None:
+        # What `compile` compiles is `forward` alone, so a compiled network makes its logits there.
+        if self.config.logit_soft_cap is not None or self._compiled_call_impl is not None:
             return F.cross_entropy(self(ids).flatten(0, 1), targets.flatten())
         return output_loss(self.features(ids).flatten(0, 1), self.output.weight, targets.flatten())
 

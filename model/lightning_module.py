@@ -121,7 +121,7 @@ def diverged(what: str, loss: float, step: int) -> UserError:
     """The error that stops a run whose loss is no number."""
     return UserError(
         f"The {what} is {loss} at step {step}, so training stopped; checkpoints written before are good. "
-        "Lower optimizer.lr and optimizer.muon_lr, set trainer.gradient_clip_val=1.0, or use "
+        "Lower optimizer.lr, optimizer.embedding_lr and optimizer.muon_lr, set trainer.gradient_clip_val=1.0, or use "
         "trainer.precision=32-true."
     )
 

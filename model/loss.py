@@ -8,6 +8,7 @@ known as soon as its loss is: softmax minus the target (as in Liger Kernel, Hsu 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from model.onednn import goes_through_onednn, raw_onednn_product
 
@@ -17,14 +18,16 @@ CHUNK_ROWS = 512  # of 256 to 1,536 the fastest, by little, on two cores with 1,
 def output_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy in nats of the logits x W^T: F.cross_entropy(F.linear(x, weight), targets).
 
-    Chunked on CPUs in float32; elsewhere, and where something else has to see the logits, the plain way.
+    Chunked on CPUs in float32; elsewhere, and where something else has to see the logits, the plain way. So too in
+    half precision, whose sums over chunks would be rounded at every chunk.
 
     Args:
         x: (N, C), what goes into the output layer.
         weight: (V, C).
         targets: (N,) token ids.
     """
-    if x.device.type != "cpu" or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+    in_full = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+    if not in_full or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
         return F.cross_entropy(F.linear(x, weight), targets)
     return _OutputLoss.apply(x, weight, targets)
 
@@ -52,6 +55,7 @@ class _OutputLoss(torch.autograd.Function):
         return nats / len(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         grad_x, grad_weight = ctx.saved_tensors
         grad = grad / len(grad_x)

@@ -128,6 +128,10 @@ def test_heads_that_do_not_divide_are_refused_before_any_text_is_read(refuse, ar
         ("model.dropout=[1]", ["model.dropout"]),
         ("model.positions=up", ["'up'", "learned, rope"]),
         ("model.context_length=0", ["model.context_length is 0", "at least 1"]),
+        ("model.bigram_rows=0", ["model.bigram_rows is 0", "at least 1"]),
+        ("model.bigram_rows=some", ["model.bigram_rows=some", "Integer"]),
+        ("optimizer.embedding_lr=0", ["optimizer.embedding_lr is 0", "above 0"]),
+        ("optimizer.embedding_lr=fast", ["optimizer.embedding_lr=fast", "Float"]),
         ("optimizer.lr=fast", ["optimizer.lr=fast", "Float"]),
         ("optimizer.lr=-1", ["optimizer.lr is -1", "above 0"]),
         ("optimizer.name=sgd", ["sgd", "muon, adamw"]),
@@ -203,7 +207,7 @@ def test_wrong_value_of_a_sample_is_refused_with_what_would_work(refuse, argumen
 @pytest.mark.parametrize(
     ("argument", "choices"),
     [
-        ("model=gpt5", ["gpt2", "llama", "nanochat"]),
+        ("model=gpt5", ["gpt2", "llama", "nanochat", "tiny"]),
         ("optimizer=sgd", ["adamw", "muon"]),
         ("tokenizer=words", ["byte", "bpe", "tiktoken"]),
         ("data=wikipedia", ["shakespeare"]),

@@ -136,6 +136,21 @@ def from_nanochat(theirs: Named, config: GPTConfig) -> Named:
     return ours
 
 
+def test_tiny_without_its_own_two_choices_is_nanochat():
+    assert family("tiny", bigram_rows=None, logit_soft_cap=15.0) == family("nanochat")
+
+
+def test_tiny_with_an_empty_table_is_nanochat_without_its_cap():
+    tiny, nanochat = GPT(family("tiny")), GPT(family("nanochat", logit_soft_cap=None))
+    assert not tiny.bigram_embedding.weight.any()
+    for parameter in nanochat.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    left_out, unknown = tiny.load_state_dict(nanochat.state_dict(), strict=False)
+    assert (left_out, unknown) == (["bigram_embedding.weight"], [])
+    ids = torch.randint(SIZES["vocab_size"], (3, SIZES["context_length"]))
+    assert torch.equal(tiny(ids), nanochat(ids))
+
+
 @torch.no_grad()
 def randomise(model: nn.Module) -> None:
     """Every weight and bias random, norms around 1, in sizes that let each part show in the logits."""

@@ -15,10 +15,13 @@ from torch.testing import assert_close
 from configs import schema
 from configs.command_line import compose
 from configs.errors import UserError
+from data.config import TokenizerConfig
+from data.corpus import Corpus, find_files
+from data.tokenizer import build_tokenizer, encode
 from model.config import GPTConfig
-from model.gpt import GPT
+from model.gpt import GPT, BigramEmbedding, SquaredReLU
 
-FAMILIES = ("gpt2", "llama", "nanochat")
+FAMILIES = ("gpt2", "llama", "nanochat", "tiny")
 TINY = {"vocab_size": 50, "context_length": 12, "num_layers": 3, "num_heads": 4, "d_model": 32}
 
 
@@ -28,7 +31,7 @@ def family(name: str, **fields) -> GPTConfig:
 
 
 def network(config: GPTConfig) -> GPT:
-    """A network in which every weight matters: nanochat starts with zeros where blocks write."""
+    """A network in which every weight matters: some start at zero, such as nanochat's where blocks write."""
     torch.manual_seed(0)
     gpt = GPT(config)
     for parameter in gpt.parameters():
@@ -167,6 +170,7 @@ INIT_STD = {
         "down": 0,
     },
 }
+INIT_STD["tiny"] = INIT_STD["nanochat"] | {"bigram_embedding": 0}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -209,6 +213,7 @@ def test_parameter_count_follows_the_formula(name):
         "gpt2": V * C + T * C + L * (12 * C**2 + 13 * C) + 2 * C,
         "llama": 2 * V * C + L * (4 * C**2 + 3 * 96 * C + 2 * C) + C,  # 8/3 x 32, up to a multiple of 32, is 96
         "nanochat": 2 * V * C + L * 12 * C**2,
+        "tiny": 2 * V * C + 16384 * C + L * 12 * C**2,
     }
     assert on_meta(family(name, **TINY)).num_parameters() == expected[name]
 
@@ -266,6 +271,120 @@ def test_soft_cap_bounds_the_logits():
     assert_close(capped(ids), 2 * torch.tanh(plain / 2))
 
 
+# The loss
+
+
+@pytest.mark.parametrize("tied_embeddings", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_loss_and_its_gradients_are_those_of_the_logits(name, tied_embeddings):
+    config = family(name, **TINY, tied_embeddings=tied_embeddings)
+    gpt, ids, targets = network(config), random_ids(config), random_ids(config).flip(1)
+    losses = gpt.loss(ids, targets), F.cross_entropy(gpt(ids).flatten(0, 1), targets.flatten())
+    assert_close(*losses, atol=1e-5, rtol=1e-5)
+    ours, expected = (torch.autograd.grad(loss, list(gpt.parameters())) for loss in losses)
+    for (path, _), gradient, exact in zip(gpt.named_parameters(), ours, expected, strict=True):
+        assert_close(gradient, exact, atol=1e-5 * exact.abs().max().item(), rtol=1e-4, msg=path)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_compiled_network_is_what_the_loss_goes_through(name):
+    config = family(name, **TINY)
+    gpt, ids = network(config), random_ids(config)
+    expected, calls = gpt.loss(ids, ids.flip(1)), []
+
+    def backend(graph, example_inputs):
+        def compiled(*inputs):
+            calls.append(graph)
+            return graph.forward(*inputs)
+
+        return compiled
+
+    gpt.compile(backend=backend)
+    assert_close(gpt.loss(ids, ids.flip(1)), expected, atol=1e-5, rtol=1e-5)
+    assert len(calls) == 1  # all of the network in one graph
+
+
+# Squared ReLU
+
+
+def test_squared_relu_and_its_gradient_are_those_written_out():
+    x = torch.cat([torch.randn(400) * 10, torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1e15])]).requires_grad_()
+    ours, expected = SquaredReLU.apply(x), F.relu(x).square()
+    assert torch.equal(ours, expected)
+    upstream = torch.randn_like(x)
+    assert torch.equal(*(torch.autograd.grad(y, x, upstream)[0] for y in (ours, expected)))
+    exact = torch.randn(3, 7, dtype=torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(SquaredReLU.apply, exact)
+
+
+def test_second_derivative_of_squared_relu_is_refused_and_not_wrong():
+    x = torch.randn(5, requires_grad=True)
+    (gradient,) = torch.autograd.grad(SquaredReLU.apply(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
+
+
+def test_squared_relu_compiles():
+    x = torch.randn(5, 3, requires_grad=True)
+    compiled = torch.compile(SquaredReLU.apply, backend="aot_eager", fullgraph=True)
+    assert_close(torch.autograd.grad(compiled(x).sum(), x)[0], 2 * x.detach().relu())
+
+
+# Bigrams
+
+
+def rows_of(ids: Tensor, rows: int) -> Tensor:
+    """The row of the table that each token of (B, T) looks up, (B, T)."""
+    bigram = BigramEmbedding(rows, 1)
+    bigram.weight.data = torch.arange(rows).float()[:, None]
+    return bigram(ids)[..., 0].long()
+
+
+def test_bigram_embedding_sees_a_token_and_the_one_before_it_and_nothing_else():
+    torch.manual_seed(0)
+    bigram, ids = BigramEmbedding(16384, 4), torch.randint(1024, (1, 30))
+    before = bigram(ids)
+    assert before.shape == (1, 30, 4)
+    for t in range(30):
+        changed = ids.clone()
+        changed[0, t] = (ids[0, t] + 1) % 1024
+        moved = (bigram(changed) != before).any(-1)[0]
+        assert moved.nonzero().flatten().tolist() == [t, t + 1][: 30 - t]
+
+
+def test_a_pair_has_the_same_vector_wherever_it_stands():
+    bigram = BigramEmbedding(16384, 4)
+    found = bigram(torch.tensor([[7, 5, 9, 9, 7, 5], [1, 7, 5, 7, 5, 7]]))
+    pair = found[0, 1]
+    assert all(torch.equal(found[b, t], pair) for b, t in ((0, 5), (1, 2), (1, 4)))
+    assert not torch.equal(found[1, 3], pair)  # 5 7 is another pair than 7 5
+
+
+def test_first_token_of_a_window_is_paired_with_none():
+    bigram, ids = BigramEmbedding(16384, 4), torch.arange(1024)[:, None]
+    alone = bigram(ids)[:, 0]  # (1024, 4)
+    for following in (0, 1023):
+        assert torch.equal(bigram(torch.cat([ids, torch.full_like(ids, following)], 1))[:, 0], alone)
+    rows = rows_of(torch.cat([torch.zeros_like(ids), ids], 1), 16384)  # 0 is a token, none is not
+    assert (rows_of(ids, 16384)[:, 0] != rows[:, 1]).all()
+
+
+@pytest.mark.parametrize("rows", [1024, 4096, 16384, 65536, 10_007])
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+def test_pairs_of_a_real_text_share_rows_hardly_more_than_by_chance(kind, rows, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(find_files()[0].read_text(encoding="utf-8")[:300_000], encoding="utf-8")
+    split = Corpus([text], 0.1).train
+    encoding = build_tokenizer(TokenizerConfig(kind=kind), split, tmp_path)
+    ids = torch.from_numpy(encode(encoding, "".join(split.read())).astype("int64"))
+    pairs = torch.stack([ids[:-1], ids[1:]], 1).unique(dim=0)  # (n, 2)
+    counts = rows_of(pairs, rows)[:, 1].bincount(minlength=rows)
+    n = len(pairs)
+    shared, by_chance = n - (counts > 0).sum().item(), n - rows * (1 - (1 - 1 / rows) ** n)
+    assert shared <= 1.05 * by_chance + 3 * by_chance**0.5
+    assert counts.max() <= 3 * n / rows + 12  # and no row is crowded
+
+
 # Refusals
 
 
@@ -283,6 +402,8 @@ def test_soft_cap_bounds_the_logits():
         ({"num_kv_heads": 0}, ["num_kv_heads is 0", "at least 1"]),
         ({"d_model": -32}, ["d_model is -32", "at least 1"]),
         ({"mlp_hidden": 0}, ["mlp_hidden is 0", "at least 1"]),
+        ({"bigram_rows": 0}, ["bigram_rows is 0", "at least 1"]),
+        ({"bigram_rows": -16384}, ["bigram_rows is -16384", "at least 1"]),
         ({"dropout": 1.0}, ["dropout is 1.0", "below 1"]),
         ({"dropout": -0.1}, ["dropout is -0.1", "at least 0"]),
         ({"dropout": math.nan}, ["dropout is nan"]),

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 import model.onednn
 from model.attention import fused_attention, written_out_attention
 from model.linear import Linear
+from model.onednn import prefer_onednn
+from model.optimizer import orthogonalise
 
 
 @pytest.fixture
@@ -69,8 +71,25 @@ def test_long_attention_and_its_gradients_keep_float32_precision(onednn, kv_head
         torch.testing.assert_close(our_grad, exact_grad, atol=1e-5, rtol=1e-4)
 
 
+def test_orthogonalising_keeps_float32_precision(onednn):
+    torch.manual_seed(0)
+    g = torch.randn(3, 96, 256)
+    with prefer_onednn():
+        ours = orthogonalise(g)
+    torch.testing.assert_close(ours, orthogonalise(g.double()).float(), atol=1e-5, rtol=1e-4)
+
+
 def test_the_precision_setting_is_left_as_it_was(onednn):
     q = torch.randn(1, 1, model.onednn.MIN_LENGTH, 8, requires_grad=True)
     fused_attention(q, q, q, causal=True).sum().backward()
     assert torch.get_float32_matmul_precision() == "highest"
     assert torch.isfinite(q.grad).all()
+    with pytest.raises(ZeroDivisionError), prefer_onednn():
+        raise ZeroDivisionError
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_the_precision_setting_is_not_touched_on_other_machines(monkeypatch):
+    monkeypatch.setattr(model.onednn, "onednn_is_faster", lambda: False)
+    with prefer_onednn():
+        assert torch.get_float32_matmul_precision() == "highest"

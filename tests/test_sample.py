@@ -7,10 +7,15 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from configs import schema
+from configs.command_line import compose
 from configs.errors import UserError
-from model.checkpoint import find_checkpoint, load_checkpoint
-from model.config import SamplingConfig
+from data.config import TokenizerConfig
+from data.tokenizer import build_tokenizer
+from model.checkpoint import find_checkpoint, gpt_entry, load_checkpoint
+from model.config import GPTConfig, SamplingConfig
 from model.generation import generate, probabilities
+from model.gpt import GPT
 
 
 @pytest.fixture
@@ -184,6 +189,25 @@ def test_checkpoint_is_plain_values_and_loads_without_running_code(best):
     walk(content["gpt"])
     walk(dict(content["state_dict"]))
     assert set(content["gpt"]) == {"model", "tokenizer", "step", "validation"}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "nanochat", "tiny"])
+def test_every_family_writes_the_same_from_its_checkpoint(name, tmp_path):
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer(TokenizerConfig(kind="byte"), None, tmp_path)
+    sizes = {"vocab_size": tokenizer.n_vocab, "context_length": 16, "d_model": 32}
+    network = GPT(schema.build(GPTConfig, compose("train", [f"model={name}"]).model, **sizes))
+    for parameter in network.parameters():  # some start at zero
+        torch.nn.init.normal_(parameter, std=0.3)
+    entry = gpt_entry(network.config, tokenizer, 0, {"nats_per_token": 1.0, "bits_per_byte": 1.0})
+    weights = {f"network.{key}": weight for key, weight in network.state_dict().items()}
+    torch.save({"gpt": entry, "state_dict": weights}, tmp_path / "family.ckpt")
+    loaded = load_checkpoint(tmp_path / "family.ckpt").network
+    assert loaded.config == network.config
+    for temperature in (0.0, 1.0):
+        config = SamplingConfig(max_new_tokens=40, temperature=temperature)  # beyond the context
+        texts = [list(generate(gpt, [72, 105], config)) for gpt in (network, loaded)]
+        assert texts[0] == texts[1] and len(set(texts[0])) > 1
 
 
 @pytest.mark.parametrize("damage", ["missing", "extra", "renamed", "shape", "entry", "empty"])

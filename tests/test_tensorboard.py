@@ -10,6 +10,7 @@ import threading
 import urllib.request
 
 import pytest
+from omegaconf import OmegaConf
 from PIL import Image
 
 VALIDATIONS = [8, 16, 24, 32, 40]
@@ -23,7 +24,7 @@ def log(tiny_run, events):
 
 def test_every_curve_is_there_at_its_steps(log):
     steps = {tag: [event.step for event in log.Scalars(tag)] for tag in log.Tags()["scalars"]}
-    for tag in ("train/loss", "train/grad_norm", "train/tokens", "memory/mb", "lr/adamw", "lr/muon"):
+    for tag in ("train/loss", "train/grad_norm", "train/tokens", "memory/mb", "lr/adamw", "lr/embeddings", "lr/muon"):
         assert steps.pop(tag) == READINGS, tag
     for tag in ("speed/step_ms", "speed/tokens_per_second"):
         assert steps.pop(tag) == READINGS[1:], tag  # the first five steps are warm-up
@@ -34,6 +35,16 @@ def test_every_curve_is_there_at_its_steps(log):
         assert steps.pop(tag) == [40], tag
     assert steps.pop("by_context_length/step_ms") == [16]  # x is the context length
     assert steps == {}
+
+
+def test_learning_rates_are_those_of_the_optimizer_config_on_one_schedule(log, tiny_run):
+    config = OmegaConf.load(tiny_run.path / "config.yaml").optimizer
+    curves = {name: [event.value for event in log.Scalars(f"lr/{name}")] for name in ("adamw", "embeddings", "muon")}
+    peaks = {"adamw": config.lr, "embeddings": config.embedding_lr, "muon": config.muon_lr}
+    assert len({peaks["adamw"], peaks["embeddings"]}) == 2
+    shares = [[value / peaks[name] for value in curve] for name, curve in curves.items()]
+    assert max(shares[0]) == pytest.approx(1) and shares[0][-1] < 0.1
+    assert shares[1] == pytest.approx(shares[0]) and shares[2] == pytest.approx(shares[0])
 
 
 def test_steps_of_every_tag_grow(log):
