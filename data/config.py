@@ -5,6 +5,10 @@ from dataclasses import dataclass
 from configs.errors import UserError
 
 MAX_VOCAB_SIZE = 1_000_000
+# The default vocabulary is the largest power of two with so much text a token, within these bounds. More tokens
+# see more text at once, but each one more seldom; docs/EXPERIMENTS.md has the measurements.
+BYTES_OF_TEXT_A_TOKEN = 400
+DEFAULT_VOCAB_SIZES = 512, 8192
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,8 @@ class TokenizerConfig:
 
     kind: str = "bpe"
     """"byte", "bpe" or "tiktoken"."""
-    vocab_size: int = 2048
-    """Tokens that bpe aims for: 256 bytes and the merges. A tiny text has fewer to offer."""
+    vocab_size: int | None = None
+    """Tokens that bpe aims for: 256 bytes and the merges. None: as many as the text is long enough for."""
     name: str = "gpt2"
     """Which of tiktoken's own encodings kind "tiktoken" uses."""
 
@@ -51,11 +55,17 @@ class TokenizerConfig:
         if self.kind not in ("byte", "bpe", "tiktoken"):
             raise UserError(f"tokenizer.kind is {self.kind!r}; it must be byte, bpe or tiktoken.")
         size = self.vocab_size
-        if self.kind == "bpe" and not (type(size) is int and 257 <= size <= MAX_VOCAB_SIZE):
+        if self.kind == "bpe" and size is not None and not (type(size) is int and 257 <= size <= MAX_VOCAB_SIZE):
             raise UserError(
                 f"tokenizer.vocab_size is {size!r}; bpe takes a whole number from 257 to {MAX_VOCAB_SIZE}, "
                 "and tokenizer=byte has 256."
             )
+
+
+def vocab_size_for(num_bytes: int) -> int:
+    """The default vocabulary for a training split of so many bytes."""
+    least, most = DEFAULT_VOCAB_SIZES
+    return min(most, max(least, 1 << (num_bytes // BYTES_OF_TEXT_A_TOKEN).bit_length() >> 1))
 
 
 def check_at_least(least: int, name: str, value: object) -> None:

@@ -25,7 +25,7 @@ import tiktoken
 import tiktoken.load
 
 from configs.errors import UserError
-from data.config import TokenizerConfig
+from data.config import TokenizerConfig, vocab_size_for
 from data.corpus import Split
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,8 @@ def build_tokenizer(config: TokenizerConfig, train_split: Split, cache_dir: Path
         return _encoding("byte", BYTE_PATTERN, {bytes([byte]): byte for byte in range(256)})
     if config.kind == "tiktoken":
         return _named_encoding(config.name)
-    return _encoding("bpe", BPE_PATTERN, _cached_merges(config.vocab_size, train_split, Path(cache_dir)))
+    vocab_size = config.vocab_size or vocab_size_for(train_split.num_bytes)
+    return _encoding("bpe", BPE_PATTERN, _cached_merges(vocab_size, train_split, Path(cache_dir)))
 
 
 def _encoding(name: str, pattern: str, ranks: dict[bytes, int], special=None) -> tiktoken.Encoding:

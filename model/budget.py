@@ -86,6 +86,11 @@ def measured_speed(device: torch.device) -> float:
     return REFERENCE_BATCH * step_flops(REFERENCE, T, "fused") / seconds
 
 
+def recipe_for(teraflops: float) -> Recipe:
+    """The row of RECIPES for so much training."""
+    return [recipe for recipe in RECIPES if recipe.teraflops <= max(0.0, teraflops)][-1]
+
+
 def with_recipe(config: DictConfig, seconds: float, flops_per_second: float) -> tuple[DictConfig, str]:
     """The config with the recipe for so much training, and a line that says what was picked and why.
 
@@ -93,25 +98,25 @@ def with_recipe(config: DictConfig, seconds: float, flops_per_second: float) -> 
         seconds: for training, about.
         flops_per_second: of `measured_speed`.
     """
-    teraflops = max(0.0, seconds) * flops_per_second / 1e12
-    recipe = max((recipe for recipe in RECIPES if recipe.teraflops <= teraflops), key=lambda recipe: recipe.teraflops)
+    recipe = recipe_for(seconds * flops_per_second / 1e12)
+    train_bytes = (1 - config.data.val_fraction) * sum(file.stat().st_size for file in find_files(config.data.corpus))
     picked: dict[str, Any] = {
         "model.num_layers": recipe.num_layers,
         "model.d_model": recipe.d_model,
         "model.num_heads": recipe.d_model // HEAD_DIM,
         "model.dropout": recipe.dropout,
-        "tokenizer.vocab_size": recipe.vocab_size,
+        "tokenizer.vocab_size": min(recipe.vocab_size, vocab_size_for(int(train_bytes))),
     }
     given = given_keys()
     if "model.d_model" in given:  # heads that divide the picked width may not divide the given one
-        given |= {"model.num_heads"}
+        given.add("model.num_heads")
     picked = {key: value for key, value in picked.items() if key not in given}
     config = OmegaConf.create(config)
     for key, value in picked.items():
         OmegaConf.update(config, key, value)
     return config, (
-        f"about {max(0.0, seconds):.0f} s to train at {flops_per_second / 1e9:.0f} GFLOP/s, measured: picked "
-        + ", ".join(f"{key}={value}" for key, value in picked.items())
+        f"budget: about {max(0.0, seconds):.0f} s to train at {flops_per_second / 1e9:.0f} GFLOP/s, measured; picked "
+        + " ".join(f"{key}={value}" for key, value in picked.items())
     )
 
 
