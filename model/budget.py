@@ -15,6 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs.errors import UserError
 from configs.run_directory import given_keys
+from data.config import vocab_size_for
+from data.corpus import find_files
 from model.config import GPTConfig, OptimizerConfig
 from model.cost import matrix_weights, step_flops
 from model.gpt import GPT
@@ -38,8 +40,8 @@ class Recipe:
 
 
 RECIPES = (
-    Recipe(0.0, num_layers=2, d_model=128, vocab_size=2048),
-    Recipe(5.0, num_layers=2, d_model=128, vocab_size=4096),
+    Recipe(0.0, num_layers=2, d_model=128, vocab_size=4096),
+    Recipe(4.0, num_layers=2, d_model=128, vocab_size=8192),
 )
 HEAD_DIM = 32
 # The step whose speed is measured; near to what RECIPES hold, so that its FLOP/s are theirs.
