@@ -175,7 +175,7 @@ def attention_products(case: Case) -> Iterator[Product]:
     c = case.config
     heads, T, D = case.batch_size * c.num_heads, c.context_length, c.head_dim
     wide, narrow = torch.randn(heads, T, T), torch.randn(heads, T, D)  # (B H, T, T), (B H, T, D)
-    for a, b in (2 * [(narrow, narrow.mT)] + 2 * [(wide, narrow)] + 2 * [(wide.mT, narrow)]):
+    for a, b in 2 * [(narrow, narrow.mT)] + 2 * [(wide, narrow)] + 2 * [(wide.mT, narrow)]:
         yield Product(lambda a=a, b=b: a @ b, 2 * heads * T * T * D)
 
 
