@@ -29,14 +29,15 @@ def test_products_have_the_operations_of_a_step_on_paper(config):
 def test_a_product_makes_the_operations_it_says():
     for product in [each for some in products_of(case(SHAPES["gpt2"])) for each in some]:
         result = product.run()
-        inner = {layer for layer in (32, 96, 128, 50, 16, 300, 512, 388)}
-        assert product.flops / (2 * result.numel()) in inner
+        summed_over = product.flops / (2 * result.numel())
+        # widths; a head's and its context; the tokens of a batch, and of the two chunks of the output layer
+        assert summed_over in {32, 96, 128, 50} | {16, 300} | {900, 512, 388}
 
 
 @pytest.mark.parametrize("make", [our_step, hugging_face_step])
 def test_a_step_trains(make, monkeypatch):
     losses, backward = [], torch.Tensor.backward
-    monkeypatch.setattr(torch.Tensor, "backward", lambda loss: (losses.append(float(loss)), backward(loss)))
+    monkeypatch.setattr(torch.Tensor, "backward", lambda loss: (losses.append(loss.item()), backward(loss)))
     torch.manual_seed(0)
     step = make(case(SHAPES["gpt2"]))
     for _ in range(4):
