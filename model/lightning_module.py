@@ -111,7 +111,7 @@ class GPTLightning(pl.LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Learning rates follow the share of the run that is over.
 
-        Set here, not by a scheduler: that asks each group anew, and Lightning's hooks around it cost a short step 3 %.
+        Set here, not by a scheduler: that asks for each group anew, in further hooks of Lightning's, at every step.
         """
         factor = lr_factor(run_progress(self.trainer), self.optimizer_config)
         for group, peak in zip(optimizer.param_groups, self.peak_lrs, strict=True):
