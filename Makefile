@@ -43,8 +43,10 @@ see: $(VENV)/.run   ## look at a model's attention; more with ARGS='prompt="Oran
 lessons: $(VENV)/.run   ## how masks work and what attention costs, in tables
 	@$(BIN)/python -m model.lessons $(ARGS)
 
-bench: $(VENV)/.run   ## measure speed side by side: Lightning, drawing, linear layers, attention, cost of context
+bench: $(VENV)/.dev   ## measure speed side by side: training, Lightning, start, drawing, linear layers, attention, cost of context
+	@$(BIN)/python -m benchmarks.training_speed
 	@$(BIN)/python -m benchmarks.lightning_overhead
+	@$(BIN)/python -m benchmarks.startup
 	@$(BIN)/python -m benchmarks.drawing_cost
 	@$(BIN)/python -m benchmarks.linear_speed
 	@$(BIN)/python -m benchmarks.attention_speed

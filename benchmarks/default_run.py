@@ -43,7 +43,7 @@ def snapshots_of(data: TextData) -> Snapshots:
 def train(
     config: DictConfig, data: TextData, run_dir: Path, steps: int, validations: int, first: Callback, drawing: Callback
 ) -> None:
-    """Runs so many steps in train.py's Trainer on the CPU.
+    """Runs so many steps in train.py's Trainer on the CPU. The clock of a run bounded by time runs too.
 
     Args:
         validations: 0 for none.
@@ -54,7 +54,7 @@ def train(
     module = GPTLightning(new_network(config, data), data.tokenizer, optimizer, config.seed)
     metrics = Metrics({})
     options = OmegaConf.to_container(config.trainer, resolve=True)
-    options = resolve(options | {"max_steps": steps, "max_time": None, "accelerator": "cpu"})
+    options = resolve(options | {"max_steps": steps, "max_time": "1h", "accelerator": "cpu"})
     if not validations:
         options["limit_val_batches"] = 0
     trainer = build_trainer(

@@ -112,6 +112,14 @@ class AttentionSpeedSchema:
     device: str = MISSING
 
 
+@dataclass
+class TrainingSpeedSchema:
+    """Keys of configs/training_speed.yaml."""
+
+    vocab_size: int = MISSING
+    compiled: bool = MISSING
+
+
 GROUPS = ("model", "data", "tokenizer", "optimizer", "trainer")
 ROOTS = {
     "train": TrainSchema,
@@ -120,6 +128,7 @@ ROOTS = {
     "lessons": LessonsSchema,
     "context_cost": ContextCostSchema,
     "attention_speed": AttentionSpeedSchema,
+    "training_speed": TrainingSpeedSchema,
 }
 
 

@@ -104,13 +104,20 @@ class GPTLightning(pl.LightningModule):
 
     # Optimiser
 
-    def configure_optimizers(self) -> dict:
-        """One optimiser; its learning rates follow the share of the run that is over."""
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """One optimiser, at its peak learning rates."""
         optimizer = build_optimizer(self.network, self.optimizer_config)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda _: lr_factor(run_progress(self.trainer), self.optimizer_config)
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        self.peak_lrs = [group["lr"] for group in optimizer.param_groups]
+        return optimizer
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Learning rates follow the share of the run that is over.
+
+        Set here, not by a scheduler: that asks for each group anew, in further hooks of Lightning's, at every step.
+        """
+        factor = lr_factor(run_progress(self.trainer), self.optimizer_config)
+        for group, peak in zip(optimizer.param_groups, self.peak_lrs, strict=True):
+            group["lr"] = peak * factor
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         """Adds all it takes to sample."""
@@ -135,7 +142,7 @@ def run_progress(trainer: pl.Trainer) -> float:
         batches = trainer.fit_loop.epoch_loop.batch_progress.total.processed
         shares.append(batches / (trainer.max_epochs * trainer.num_training_batches))
     for timer in trainer.callbacks:
-        if isinstance(timer, Timer) and timer.time_remaining() is not None:
-            elapsed, left = timer.time_elapsed(), timer.time_remaining()
+        if isinstance(timer, Timer) and (left := timer.time_remaining()) is not None:
+            elapsed = timer.time_elapsed()
             shares.append(elapsed / (elapsed + left))
     return min(1.0, max(shares))

@@ -189,7 +189,7 @@ def test_best_checkpoint_of_a_run_that_overfits_is_kept_and_used(train_here, tmp
 
 def learning_rate_is_cooled(events, run):
     rates = [value for _, value in curve(events, run, "lr/adamw")]
-    return rates[-1] < 0.05 * max(rates)
+    return rates[-1] < 0.06 * max(rates)  # the last of 40 steps is taken at a twentieth
 
 
 def test_run_bounded_by_time_ends_near_it_with_the_learning_rate_cooled(train_here, events):

@@ -1,0 +1,271 @@
+"""How fast a training step is: as a share of this machine's matrix products, and beside Hugging Face's GPT-2.
+
+    python -m benchmarks.training_speed [key=value ...]      the keys: configs/training_speed.yaml
+
+Three steps, on the CPU in float32: the default run's, and those of a GPT-2 of 4 layers, 4 heads and width 128 at two
+shapes of a batch. A step is forward, backward and optimiser in a loop written by hand; no loader, no logging.
+
+The share: operations of a step on paper (model/cost.py; none are counted for the optimiser, though its time is),
+over the step's time, over the speed of the matrix products alone. Those are all the products of the step's forward
+and backward pass at their shapes, through the library that the model takes for each; all their operations over all
+their time.
+
+Hugging Face's side is GPT2LMHeadModel with the same weights' shapes, fused attention, the same loss and
+torch.optim.AdamW, as it comes and with its fused kernel. All sides take turns, a round each; figures are medians of
+rounds. The last line is JSON.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from configs.command_line import compose, one_line_errors
+from configs.errors import UserError
+from configs.schema import build
+from model.config import GPTConfig, OptimizerConfig
+from model.cost import step_flops
+from model.gpt import GPT
+from model.linear import Linear
+from model.loss import CHUNK_ROWS
+from model.onednn import goes_through_onednn, raw_onednn_product
+from model.optimizer import build_optimizer
+
+WARMUP_STEPS, STEPS, ROUNDS = 5, 15, 9
+PROMISED_SHARE, PROMISED_RATIO, PROMISED_COMPILED_RATIO = 0.55, 1.3, 1.2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, its optimiser, and the shape of a batch."""
+
+    name: str
+    config: GPTConfig
+    optimizer: OptimizerConfig
+    batch_size: int
+
+    @property
+    def tokens(self) -> int:
+        """A batch's."""
+        return self.batch_size * self.config.context_length
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """Random inputs and targets, (B, T) each."""
+        ids = torch.randint(self.config.vocab_size, (self.batch_size, self.config.context_length + 1))
+        return ids[:, :-1], ids[:, 1:]
+
+
+def cases(vocab_size: int) -> tuple[Case, Case, Case]:
+    """The default run, and two that Hugging Face's model can do too."""
+    train = compose("train", [])
+    default = build(GPTConfig, train.model, vocab_size=vocab_size)
+    first = Case("default", default, build(OptimizerConfig, train.optimizer), train.data.batch_size)
+    adamw = OptimizerConfig(name="adamw", lr=1e-3)
+    shapes = ((12, 64), (8, 256))
+    return first, *(
+        Case(f"gpt2 {B} x {T}", GPTConfig(vocab_size, T, num_layers=4, num_heads=4, d_model=128), adamw, B)
+        for B, T in shapes
+    )
+
+
+# A step
+
+
+def our_step(case: Case, compiled: bool = False) -> Callable[[], None]:
+    """One training step of ours."""
+    network = GPT(case.config)
+    loss_of = torch.compile(network.loss) if compiled else network.loss
+    optimizer, (inputs, targets) = build_optimizer(network, case.optimizer), case.batch()
+
+    def step() -> None:
+        loss_of(inputs, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def hugging_face_step(case: Case, fused: bool | None = None, compiled: bool = False) -> Callable[[], None]:
+    """One of Hugging Face's model. fused: AdamW's kernel; None: what AdamW takes by itself."""
+    network = hugging_face_model(case.config)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=case.optimizer.lr, fused=fused)
+    inputs, targets = case.batch()
+
+    def loss_of(inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(network(inputs, use_cache=False).logits.flatten(0, 1), targets.flatten())
+
+    if compiled:
+        loss_of = torch.compile(loss_of)
+
+    def step() -> None:
+        loss_of(inputs, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def hugging_face_model(config: GPTConfig) -> nn.Module:
+    """GPT2LMHeadModel of the same shape, without dropout. Raises UserError where transformers is missing."""
+    try:
+        from transformers import GPT2Config, GPT2LMHeadModel  # only here: nothing else needs it
+    except ImportError:
+        raise UserError("this compares with transformers. Install it: pip install -r requirements-dev.txt") from None
+    theirs = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=config.vocab_size,
+            n_positions=config.context_length,
+            n_embd=config.d_model,
+            n_layer=config.num_layers,
+            n_head=config.num_heads,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+            bos_token_id=None,
+            eos_token_id=None,
+            attn_implementation="sdpa",
+        )
+    ).train()
+    numbers, ours = sum(p.numel() for p in theirs.parameters()), GPT(config).num_parameters()
+    if numbers != ours:
+        raise UserError(f"GPT2LMHeadModel has {numbers:,} parameters and ours {ours:,}: not the same model.")
+    return theirs
+
+
+# The products of a step
+
+
+@dataclass(frozen=True)
+class Product:
+    """x (..., K) times w^T, w (M, K), or for attention (B H, T, K) times (B H, K, M), as one call."""
+
+    run: Callable[[], Tensor]
+    flops: int
+
+
+def products_of(case: Case) -> tuple[list[Product], list[Product]]:
+    """All products of one step: of its linear layers, and of its attention."""
+    network = GPT(case.config)
+    linear = []
+    for layer in network.modules():
+        if isinstance(layer, Linear):
+            # model/loss.py makes the output layer's in chunks.
+            rows = CHUNK_ROWS if layer is network.output and case.config.logit_soft_cap is None else case.tokens
+            for first in range(0, case.tokens, rows):
+                linear += linear_products(min(rows, case.tokens - first), layer)
+    return linear, [product for _ in network.blocks for product in attention_products(case)]
+
+
+def linear_products(rows: int, layer: Linear) -> Iterator[Product]:
+    """Forward, and the gradients of the inputs and of the weights."""
+    weight = layer.weight.detach()
+    x, grad = torch.randn(rows, layer.in_features), torch.randn(rows, layer.out_features)  # (n, I), (n, O)
+    multiply = raw_onednn_product if goes_through_onednn(x, weight) else F.linear
+    for a, b in ((x, weight), (grad, weight.t()), (grad.t(), x.t())):
+        yield Product(lambda a=a, b=b: multiply(a, b), 2 * rows * layer.in_features * layer.out_features)
+
+
+def attention_products(case: Case) -> Iterator[Product]:
+    """Q K^T and weights V of one layer and the four gradients, all pairs, batched over sequences and heads."""
+    c = case.config
+    heads, T, D = case.batch_size * c.num_heads, c.context_length, c.head_dim
+    wide, narrow = torch.randn(heads, T, T), torch.randn(heads, T, D)  # (B H, T, T), (B H, T, D)
+    for a, b in 2 * [(narrow, narrow.mT)] + 2 * [(wide, narrow)] + 2 * [(wide.mT, narrow)]:
+        yield Product(lambda a=a, b=b: a @ b, 2 * heads * T * T * D)
+
+
+def all_of(products: list[Product]) -> Callable[[], None]:
+    """Makes them one after the other."""
+
+    def step() -> None:
+        for product in products:
+            product.run()
+
+    return step
+
+
+# Measuring
+
+
+def medians_in_turns(steps: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
+    """Milliseconds a step of each side in every round."""
+    for step in steps.values():
+        for _ in range(WARMUP_STEPS):
+            step()
+    rounds = {name: [] for name in steps}
+    for _ in range(ROUNDS):
+        for name, step in steps.items():
+            step()  # what the side before left in the caches is not its own
+            start = time.perf_counter()
+            for _ in range(STEPS):
+                step()
+            rounds[name].append(1000 * (time.perf_counter() - start) / STEPS)
+    return rounds
+
+
+def measure(case: Case, against: bool, compiled: bool) -> dict[str, float]:
+    """Milliseconds, speeds, the share, and how many times as fast as Hugging Face."""
+    linear, attention = products_of(case)
+    steps = {"ours": our_step(case), "linear": all_of(linear), "attention": all_of(attention)}
+    if against:
+        steps |= {"theirs": hugging_face_step(case), "theirs_fused": hugging_face_step(case, fused=True)}
+        if compiled:
+            steps["ours_compiled"] = our_step(case, compiled=True)
+            steps["theirs_compiled"] = hugging_face_step(case, fused=True, compiled=True)
+    rounds = medians_in_turns(steps)
+    ms = {name: statistics.median(each) for name, each in rounds.items()}
+    flops = case.batch_size * step_flops(case.config, case.config.context_length, "fused")
+    linear_flops, attention_flops = (sum(product.flops for product in some) for some in (linear, attention))
+    found = {
+        **{f"{name}_ms": value for name, value in ms.items()},
+        "step_gflops": flops / 1e9,
+        "gflops_per_second": flops / ms["ours"] / 1e6,
+        "products_gflops_per_second": (linear_flops + attention_flops) / (ms["linear"] + ms["attention"]) / 1e6,
+        "linear_gflops_per_second": linear_flops / ms["linear"] / 1e6,
+    }
+    found["share"] = found["gflops_per_second"] / found["products_gflops_per_second"]
+    found["share_of_linear"] = found["gflops_per_second"] / found["linear_gflops_per_second"]
+    for name, ours in (("theirs", "ours"), ("theirs_fused", "ours"), ("theirs_compiled", "ours_compiled")):
+        if name in rounds:
+            pairs = zip(rounds[name], rounds[ours], strict=True)
+            found[f"{name}_over_ours"] = statistics.median(theirs / own for theirs, own in pairs)
+    return found
+
+
+def main(config: DictConfig) -> None:
+    """Prints what was measured, beside what is promised, and one JSON line. Raises UserError."""
+    torch.manual_seed(0)
+    print(f"vocabulary {config.vocab_size:,}; float32 on {torch.get_num_threads()} threads; "
+          f"medians of {ROUNDS} rounds of {STEPS} steps, in turns\n")  # fmt: skip
+    results = {}
+    print(f"{'':14} {'':>8} {'GFLOP/s of':^28}  {'share, of':^18}")
+    print(f"{'':14} {'step, ms':>8} {'step':>8} {'products':>9} {'linear':>9}  {'products':>9} {'linear':>8}")
+    for case in cases(config.vocab_size):
+        results[case.name] = found = measure(case, case.name != "default", config.compiled)
+        speeds = (found[f"{name}gflops_per_second"] for name in ("", "products_", "linear_"))
+        print(f"{case.name:14} {found['ours_ms']:8.2f}" + " {:8.0f} {:9.0f} {:9.0f}".format(*speeds)
+              + f"  {found['share']:9.1%} {found['share_of_linear']:8.1%}", flush=True)  # fmt: skip
+    print(f"promised: {PROMISED_SHARE:.0%} of all products; linear: those of the linear layers alone\n")
+    for name, found in results.items():
+        for side, words, promised in (
+            ("theirs", "with AdamW as it comes", PROMISED_RATIO),
+            ("theirs_fused", "with fused AdamW", PROMISED_RATIO),
+            ("theirs_compiled", "with fused AdamW, both compiled", PROMISED_COMPILED_RATIO),
+        ):
+            if f"{side}_ms" in found:
+                ours = found["ours_compiled_ms" if side == "theirs_compiled" else "ours_ms"]
+                print(f"{name}: {ours:.2f} ms, Hugging Face {words} {found[f'{side}_ms']:.2f} ms, "
+                      f"{found[f'{side}_over_ours']:.2f} times ours; promised: at least {promised}")  # fmt: skip
+    rounded = {name: {key: float(f"{value:.4g}") for key, value in found.items()} for name, found in results.items()}
+    print(json.dumps({"benchmark": "training_speed", "threads": torch.get_num_threads(),
+                      "vocab_size": config.vocab_size, **rounded}))  # fmt: skip
+
+
+if __name__ == "__main__":
+    with one_line_errors("training_speed"):
+        main(compose("training_speed", sys.argv[1:]))

@@ -1,0 +1,45 @@
+"""The ceiling that a training step is held against is made of all of the step's products, and of nothing else."""
+
+import pytest
+import torch
+
+from benchmarks.training_speed import Case, hugging_face_step, our_step, products_of
+from model.config import GPTConfig, OptimizerConfig
+from model.cost import attention_flops, rest_flops
+
+SHAPES = {
+    "gpt2": GPTConfig(vocab_size=50, context_length=300, num_layers=2, num_heads=2, d_model=32),
+    "grouped swiglu": GPTConfig(
+        50, 12, num_layers=1, d_model=32, num_kv_heads=2, mlp="swiglu", logit_soft_cap=9.0, tied_embeddings=False
+    ),
+}
+
+
+def case(config):
+    return Case("", config, OptimizerConfig(name="adamw"), batch_size=3)
+
+
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
+def test_products_have_the_operations_of_a_step_on_paper(config):
+    linear, attention = products_of(case(config))
+    assert sum(p.flops for p in linear) == 3 * 3 * rest_flops(config, config.context_length)
+    assert sum(p.flops for p in attention) == 3 * 3 * attention_flops(config, config.context_length, "written_out")
+
+
+def test_a_product_makes_the_operations_it_says():
+    for product in [each for some in products_of(case(SHAPES["gpt2"])) for each in some]:
+        result = product.run()
+        summed_over = product.flops / (2 * result.numel())
+        # widths; a head's and its context; the tokens of a batch, and of the two chunks of the output layer
+        assert summed_over in {32, 96, 128, 50} | {16, 300} | {900, 512, 388}
+
+
+@pytest.mark.parametrize("make", [our_step, hugging_face_step])
+def test_a_step_trains(make, monkeypatch):
+    losses, backward = [], torch.Tensor.backward
+    monkeypatch.setattr(torch.Tensor, "backward", lambda loss: (losses.append(loss.item()), backward(loss)))
+    torch.manual_seed(0)
+    step = make(case(SHAPES["gpt2"]))
+    for _ in range(4):
+        step()
+    assert losses[-1] < losses[0] - 0.01
