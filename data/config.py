@@ -7,8 +7,8 @@ from configs.errors import UserError
 MAX_VOCAB_SIZE = 1_000_000
 # The default vocabulary is the largest power of two with so much text a token, within these bounds. More tokens
 # see more text at once, but each one more seldom; docs/EXPERIMENTS.md has the measurements.
-BYTES_OF_TEXT_A_TOKEN = 400
-DEFAULT_VOCAB_SIZES = 512, 8192
+BYTES_OF_TEXT_A_TOKEN = 1500
+DEFAULT_VOCAB_SIZES = 512, 16_384
 
 
 @dataclass(frozen=True)

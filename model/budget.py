@@ -40,8 +40,8 @@ class Recipe:
 
 
 RECIPES = (
-    Recipe(0.0, num_layers=2, d_model=128, vocab_size=4096),
-    Recipe(4.0, num_layers=2, d_model=128, vocab_size=8192),
+    Recipe(0.0, num_layers=2, d_model=128, vocab_size=2048),
+    Recipe(24.0, num_layers=3, d_model=192, vocab_size=4096, dropout=0.1),
 )
 HEAD_DIM = 32
 # The step whose speed is measured; near to what RECIPES hold, so that its FLOP/s are theirs.
@@ -107,7 +107,7 @@ def with_recipe(config: DictConfig, seconds: float, flops_per_second: float) -> 
         "model.d_model": recipe.d_model,
         "model.num_heads": recipe.d_model // HEAD_DIM,
         "model.dropout": recipe.dropout,
-        "tokenizer.vocab_size": min(recipe.vocab_size, vocab_size_for(int(train_bytes))),
+        "tokenizer.vocab_size": min(recipe.vocab_size, 2 * vocab_size_for(int(train_bytes))),
     }
     given = given_keys()
     if "model.d_model" in given:  # heads that divide the picked width may not divide the given one
