@@ -111,20 +111,31 @@ class GPT(nn.Module):
         x, rope = self.embed(ids)
         for block in self.blocks:
             x = block(x, rope)
-        logits = self.output(self.final_norm(x))  # (B, T, vocab_size)
-        cap = self.config.logit_soft_cap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return self.logits(x)
 
-    def embed(self, ids: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """(B, T) ids -> the stream entering the first block (B, T, C), and RoPE's tables (T, D) if it has them."""
-        T = ids.size(1)
-        x = self.token_embedding(ids)  # (B, T, C)
+    def embed(self, ids: Tensor, start: int = 0) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """The stream entering the first block, of the tokens from place `start` on; those before are there to look at.
+
+        Args:
+            ids: (B, start + T) token ids.
+
+        Returns:
+            (B, T, C), and RoPE's tables (T, D) each if it has them.
+        """
+        end = ids.size(1)
+        x = self.token_embedding(ids[:, start:])  # (B, T, C)
         if self.config.positions == "learned":
-            x = x + self.position_embedding.weight[:T]
+            x = x + self.position_embedding.weight[start:end]
             rope = None
         else:
-            rope = self.rope_cos[:T], self.rope_sin[:T]
+            rope = self.rope_cos[start:end], self.rope_sin[start:end]
         return self.dropout(self.embedding_norm(x)), rope
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The stream leaving the last block (B, T, C) -> (B, T, vocab_size)."""
+        logits = self.output(self.final_norm(x))
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     @torch.no_grad()
     def attention_maps(self, ids: Tensor) -> list[Tensor]:
