@@ -47,7 +47,7 @@ class LayerCache:
         if self.keys.shape != (B, G, self.slots, D):
             self.keys, self.values = k.new_empty(B, G, self.slots, D), v.new_empty(B, G, self.slots, D)
         for cached, new in ((self.keys, k), (self.values, v)):
-            if T > self.slots:  # the last ones only, token t in slot t % slots
+            if self.slots < T:  # the last ones only, token t in slot t % slots
                 new = new[:, :, -self.slots :].roll(T, dims=2)
             cached[:, :, :T] = new
         if self.window is None:

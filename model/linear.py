@@ -1,6 +1,7 @@
 """nn.Linear, through the faster of PyTorch's two float32 matrix libraries."""
 
 import copy
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -20,23 +21,22 @@ class Linear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
 
-class PackedLinear(nn.Module):
-    """A Linear whose matrix is laid out for oneDNN once: reads it faster, cannot train, and holds it twice."""
+# One token through a matrix of at most so many numbers is faster in PyTorch's own product: oneDNN takes 10 us to start.
+SMALL = 1 << 17
 
-    # One token through a matrix of so many numbers is faster in PyTorch's own product: oneDNN takes 10 us to start.
-    MAX_SMALL = 1 << 17
 
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-        self.small = self.weight.numel() <= self.MAX_SMALL
-        self.packed = pack(self.weight)
+def packed(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """The layer as a function without gradients, its matrix copied into the layout that oneDNN reads fastest."""
+    weight, bias, layout = linear.weight, linear.bias, pack(linear.weight)
+    small = weight.numel() <= SMALL
 
-    def forward(self, x: Tensor) -> Tensor:
+    def product(x: Tensor) -> Tensor:
         """x W^T + b: (..., in_features) -> (..., out_features)."""
-        if self.small and x.numel() == x.size(-1):
-            return F.linear(x, self.weight, self.bias)
-        return packed_product(x, self.packed, self.bias)
+        if small and x.numel() == x.size(-1):
+            return F.linear(x, weight, bias)
+        return packed_product(x, layout, bias)
+
+    return product
 
 
 @torch.no_grad()
@@ -48,7 +48,8 @@ def inference_copy(network: nn.Module) -> nn.Module:
     shared = {id(tensor): tensor for tensor in (*network.parameters(), *network.buffers())}
     network = copy.deepcopy(network, shared).eval()
     for parent in list(network.modules()):
-        for name, layer in parent.named_children():
+        for name, layer in list(parent.named_children()):
             if isinstance(layer, Linear) and goes_through_onednn(layer.weight, layer.weight):
-                setattr(parent, name, PackedLinear(layer))
+                delattr(parent, name)  # a module's place takes no plain function
+                setattr(parent, name, packed(layer))
     return network
