@@ -43,11 +43,12 @@ see: $(VENV)/.run   ## look at a model's attention; more with ARGS='prompt="Oran
 lessons: $(VENV)/.run   ## how masks work and what attention costs, in tables
 	@$(BIN)/python -m model.lessons $(ARGS)
 
-bench: $(VENV)/.run   ## measure speed side by side: Lightning, linear layers, attention, cost of context
+bench: $(VENV)/.dev   ## measure speed side by side: Lightning, linear layers, attention, cost of context, sampling
 	@$(BIN)/python -m benchmarks.lightning_overhead
 	@$(BIN)/python -m benchmarks.linear_speed
 	@$(BIN)/python -m benchmarks.attention_speed
 	@$(BIN)/python -m benchmarks.context_cost
+	@$(BIN)/python -m benchmarks.sampling
 
 clean:        ## remove the environment and the caches; runs stay
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache
