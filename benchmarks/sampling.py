@@ -7,7 +7,7 @@ the rounds, after one to warm up. The last line is JSON.
 
     products   every matrix of the network times one column a sample, and nothing else: by PyTorch's own product,
                by oneDNN, and by oneDNN with the matrices laid out for it once. The fastest is the limit.
-    writing    greedy, from one token, up to the context; the time of making the decoder included
+    writing    greedy, from one token, up to the context; making the decoder, once a model, is left out
     past       the steps after the context is full, refills included
 """
 
@@ -63,18 +63,18 @@ def products(network: GPT, samples: int) -> dict[str, Callable[[], None]]:
     return {name: partial(once, way) for name, way in ways.items()}  # 20 tokens a sample
 
 
-def write(network: GPT, samples: int, config: SamplingConfig) -> None:
+def write(decoder: Decoder, samples: int, config: SamplingConfig) -> None:
     """Greedy or drawn; every token reaches the host."""
-    for ids, _ in generate_batch(network, [0], config, range(samples)):
+    for ids, _ in generate_batch(decoder, [0], config, range(samples)):
         ids.tolist()
 
 
-def stream(network: GPT, config: SamplingConfig) -> None:
+def stream(decoder: Decoder, config: SamplingConfig) -> None:
     """One sample as sample.py does it: drawn, decoded, written and flushed, a token at a time."""
     tokenizer = build_tokenizer(TokenizerConfig(kind="byte"), None, Path())
     with open(os.devnull, "w", encoding="utf-8") as out:
         text = TextStream(tokenizer, ["\n\n\n"])
-        for ids, logprobs in generate_batch(network, [0], config, range(1)):
+        for ids, logprobs in generate_batch(decoder, [0], config, range(1)):
             logprobs.tolist()
             print(text.push(ids.tolist()[0]), end="", file=out, flush=True)
 
@@ -98,7 +98,7 @@ def hugging_face(network: GPT) -> torch.nn.Module:
 
     c = network.config
     theirs = GPT2LMHeadModel(GPT2Config(vocab_size=c.vocab_size, n_positions=c.context_length, n_embd=c.d_model,
-                                        n_layer=c.num_layers, n_head=c.num_heads)).eval()  # fmt: skip
+                                        n_layer=c.num_layers, n_head=c.num_heads, bos_token_id=0, eos_token_id=0)).eval()  # fmt: skip
     names = {"token_embedding": "wte", "position_embedding": "wpe", "final_norm": "ln_f", "blocks": "h",
              "attention_norm": "ln_1", "attention.in_proj": "attn.c_attn", "attention.out_proj": "attn.c_proj",
              "mlp_norm": "ln_2", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}  # fmt: skip
@@ -166,11 +166,11 @@ def main() -> None:
           f"median of {ROUNDS} rounds in turn\n")  # fmt: skip
     result = {"benchmark": "sampling", "threads": torch.get_num_threads()}
 
-    theirs = hugging_face(baby)
+    theirs, decoder = hugging_face(baby), Decoder(baby)
     for samples, rounds, aim in ((1, ROUNDS, 0.65), (BATCH, 2, 0.6)):
         with torch.inference_mode():
             runs = {f"products, {name}": (run, 20 * samples) for name, run in products(baby, samples).items()}
-            runs["writing"] = (partial(write, baby, samples, greedy), new * samples)
+            runs["writing"] = (partial(write, decoder, samples, greedy), new * samples)
             if samples == 1:
                 runs["Hugging Face's generate"] = (partial(hf_write, theirs, new), new)
             speeds = in_turn(runs, rounds)
@@ -184,7 +184,7 @@ def main() -> None:
         if samples == 1:
             result["times_hugging_face"] = round(ours / speeds["Hugging Face's generate"], 2)
             same = hf_write(theirs, new)[1:].tolist() == [
-                int(ids[0]) for ids, _ in generate_batch(baby, [0], greedy, range(1))
+                int(ids[0]) for ids, _ in generate_batch(decoder, [0], greedy, range(1))
             ]
             print(f"    {result['times_hugging_face']} times Hugging Face's; aimed at: 2.5; the same text: {same}\n")
 
@@ -203,15 +203,18 @@ def main() -> None:
     result["step_ms"] = {name: round(value, 3) for name, value in ms.items()}
 
     drawn = replace(FILTERS, max_new_tokens=new)
-    speeds = in_turn({"bare": (partial(write, baby, 1, greedy), new), "all": (partial(stream, baby, drawn), new)})
+    speeds = in_turn({"bare": (partial(write, decoder, 1, greedy), new), "all": (partial(stream, decoder, drawn), new)})
     result["cost_of_filters_and_streaming"] = round(speeds["bare"] / speeds["all"] - 1, 3)
     print(
-        f"\nall filters, drawing and streaming add {result['cost_of_filters_and_streaming']:.1%} to a token; aimed at: 10%"
+        f"\nall filters, drawing and streaming add "
+        f"{result['cost_of_filters_and_streaming']:.1%} to a token; aimed at: 10%"
     )
 
     new, theirs = TINY.context_length - 1, hugging_face(tiny)
     config = replace(greedy, max_new_tokens=new)
-    speeds = in_turn({"ours": (partial(write, tiny, 1, config), new), "theirs": (partial(hf_write, theirs, new), new)})
+    speeds = in_turn(
+        {"ours": (partial(write, Decoder(tiny), 1, config), new), "theirs": (partial(hf_write, theirs, new), new)}
+    )
     result["tiny_times_hugging_face"] = round(speeds["ours"] / speeds["theirs"], 2)
     print(f"the default model, {tiny.num_parameters():,} parameters: {speeds['ours']:,.0f} tokens/s, "
           f"{result['tiny_times_hugging_face']} times Hugging Face's; aimed at: 5")  # fmt: skip
@@ -219,7 +222,8 @@ def main() -> None:
     ours, bare = seconds_to_first_character(baby)
     result |= {"first_character_s": round(ours, 2), "import_torch_and_weights_s": round(bare, 2)}
     print(
-        f"first character after {ours:.2f} s, {ours / bare:.2f} of importing torch and reading the weights; aimed at: 1.5"
+        f"first character after {ours:.2f} s, {ours / bare:.2f} of importing torch and reading the weights; "
+        "aimed at: 1.5"
     )
     print(json.dumps(result))
 

@@ -13,19 +13,20 @@ from model.gpt import GPT
 
 def generate(network: GPT, prompt: list[int], config: SamplingConfig, sample_index: int = 0) -> Iterator[int]:
     """Continues a prompt, yielding each new token id as soon as it is drawn: one sample of `generate_batch`."""
-    for ids, _ in generate_batch(network, prompt, config, range(sample_index, sample_index + 1)):
+    for ids, _ in generate_batch(Decoder(network), prompt, config, range(sample_index, sample_index + 1)):
         yield int(ids[0])
 
 
 @torch.inference_mode()
 def generate_batch(
-    network: GPT, prompt: list[int], config: SamplingConfig, samples: range
+    decoder: Decoder, prompt: list[int], config: SamplingConfig, samples: range
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Continues a prompt several times at once. Each sample draws random numbers of its own, by its index and the seed.
 
     Of a prompt longer than the context the model sees the last context_length tokens.
 
     Args:
+        decoder: made of a network; may serve again for the next prompt.
         prompt: token ids, at least one.
         samples: which samples these are, B of them.
 
@@ -33,13 +34,12 @@ def generate_batch(
         max_new_tokens times, as soon as they are drawn: the next ids (B,), int64, and the natural logarithms of
         their probabilities (B,), float32, as the model gives them, before temperature and filters.
     """
-    device = next(network.parameters()).device
-    decoder = Decoder(network)
-    logits = decoder.prefill(torch.tensor([prompt[-network.config.context_length :]], device=device))
+    vocab_size, device = decoder.network.config.vocab_size, next(decoder.network.parameters()).device
+    logits = decoder.prefill(torch.tensor([prompt[-decoder.context_length :]], device=device))
     decoder.expand(len(samples))
     logits = logits.expand(len(samples), -1)  # (B, vocab_size)
     generators = [torch.Generator().manual_seed(config.seed * 1_000_003 + index) for index in samples]
-    noise = torch.empty(len(samples), network.config.vocab_size)  # drawn on the CPU: every device writes the same
+    noise = torch.empty(len(samples), vocab_size)  # drawn on the CPU: every device writes the same
     for left in reversed(range(config.max_new_tokens)):
         logits = logits.float()
         if config.temperature > 0:

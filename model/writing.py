@@ -9,6 +9,7 @@ import torch
 
 from configs.errors import UserError
 from data.tokenizer import StreamDecoder, encode
+from model.cache import Decoder
 from model.checkpoint import Checkpoint
 from model.config import SamplingConfig
 from model.generation import generate_batch, score
@@ -42,13 +43,13 @@ def write(checkpoint: Checkpoint, prompt: str, config: SamplingConfig, first: in
         A sample and the piece of text just added to it: the first sample of those written together piece by
         piece, the others whole once they are done. A sample's last piece comes with `finish` set.
     """
-    ids = prompt_ids(checkpoint.tokenizer, prompt)
+    ids, decoder = prompt_ids(checkpoint.tokenizer, prompt), Decoder(checkpoint.network)
     end = first + config.num_samples
     for begin in range(first, end, SAMPLES_AT_ONCE):
         together = range(begin, min(begin + SAMPLES_AT_ONCE, end))
         samples = [Sample(index) for index in together]
         streams = [TextStream(checkpoint.tokenizer, config.stops) for _ in together]
-        for step, (new_ids, new_logprobs) in enumerate(generate_batch(checkpoint.network, ids, config, together), 1):
+        for step, (new_ids, new_logprobs) in enumerate(generate_batch(decoder, ids, config, together), 1):
             drawn = zip(samples, streams, new_ids.tolist(), new_logprobs.tolist(), strict=True)
             for sample, stream, token, logprob in drawn:
                 if sample.finish is not None:

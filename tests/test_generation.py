@@ -161,7 +161,7 @@ def test_nth_sample_is_the_same_however_many_are_drawn_at_once(family):
     gpt, config = network(16, **FAMILIES[family]), SamplingConfig(max_new_tokens=60, temperature=1.0)
 
     def written(samples: range) -> list[list[int]]:
-        return torch.stack([ids for ids, _ in generate_batch(gpt, [4, 2], config, samples)], dim=1).tolist()
+        return torch.stack([ids for ids, _ in generate_batch(Decoder(gpt), [4, 2], config, samples)], dim=1).tolist()
 
     many = written(range(9))
     assert len({tuple(sample) for sample in many}) == 9
@@ -172,7 +172,7 @@ def test_nth_sample_is_the_same_however_many_are_drawn_at_once(family):
 def test_tokens_are_drawn_with_their_probabilities():
     gpt, draws = network(16), 4000
     config = SamplingConfig(max_new_tokens=1, temperature=1.3, top_k=6)
-    ids, _ = next(generate_batch(gpt, [4, 2], config, range(draws)))
+    ids, _ = next(generate_batch(Decoder(gpt), [4, 2], config, range(draws)))
     expected = probabilities(gpt(torch.tensor([[4, 2]]))[0, -1].detach(), config)
     found = ids.bincount(minlength=50) / draws
     assert (found[expected == 0] == 0).all()
@@ -230,7 +230,7 @@ def test_penalty_counts_only_what_is_in_view():
 def test_text_scores_as_it_was_written(family):
     gpt = network(16, **FAMILIES[family])
     config = SamplingConfig(max_new_tokens=75, temperature=1.0)
-    ids, logprobs = zip(*generate_batch(gpt, [4], config, range(1)), strict=True)
+    ids, logprobs = zip(*generate_batch(Decoder(gpt), [4], config, range(1)), strict=True)
     assert_close(score(gpt, torch.cat([torch.tensor([4]), *ids])), torch.cat(logprobs))
 
 
