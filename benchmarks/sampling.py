@@ -98,7 +98,8 @@ def hugging_face(network: GPT) -> torch.nn.Module:
 
     c = network.config
     theirs = GPT2LMHeadModel(GPT2Config(vocab_size=c.vocab_size, n_positions=c.context_length, n_embd=c.d_model,
-                                        n_layer=c.num_layers, n_head=c.num_heads, bos_token_id=0, eos_token_id=0)).eval()  # fmt: skip
+                                        n_layer=c.num_layers, n_head=c.num_heads, bos_token_id=0,
+                                        eos_token_id=0)).eval()  # fmt: skip
     names = {"token_embedding": "wte", "position_embedding": "wpe", "final_norm": "ln_f", "blocks": "h",
              "attention_norm": "ln_1", "attention.in_proj": "attn.c_attn", "attention.out_proj": "attn.c_proj",
              "mlp_norm": "ln_2", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}  # fmt: skip
