@@ -43,7 +43,7 @@ see: $(VENV)/.run   ## look at a model's attention; more with ARGS='prompt="Oran
 lessons: $(VENV)/.run   ## how masks work and what attention costs, in tables
 	@$(BIN)/python -m model.lessons $(ARGS)
 
-bench: $(VENV)/.dev   ## measure speed side by side: training, Lightning, start, drawing, linear layers, attention, cost of context
+bench: $(VENV)/.dev   ## measure speed side by side: training, Lightning, start, drawing, products, attention, context, sampling
 	@$(BIN)/python -m benchmarks.training_speed
 	@$(BIN)/python -m benchmarks.lightning_overhead
 	@$(BIN)/python -m benchmarks.startup
@@ -51,6 +51,7 @@ bench: $(VENV)/.dev   ## measure speed side by side: training, Lightning, start,
 	@$(BIN)/python -m benchmarks.linear_speed
 	@$(BIN)/python -m benchmarks.attention_speed
 	@$(BIN)/python -m benchmarks.context_cost
+	@$(BIN)/python -m benchmarks.sampling
 
 clean:        ## remove the environment and the caches; runs stay
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache

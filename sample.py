@@ -1,61 +1,134 @@
 """Writes text with a trained GPT:  python sample.py prompt="To be, or not"      the keys: configs/sample.yaml"""
 
+from __future__ import annotations
+
+import json
+import math
+import os
 import sys
-from dataclasses import fields
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
-from configs.command_line import compose, one_line_errors, read_prompt
+from configs.command_line import compose, one_line_errors, quiet_end, read_prompt
 from configs.errors import UserError
 from configs.schema import build
 from model.config import SamplingConfig
 
+if TYPE_CHECKING:  # torch is imported after what can be refused without it
+    from model.checkpoint import Checkpoint
+    from model.writing import Scores
+
+# Foreground colours (xterm's 256), from a token that was expected to one that was not, and the bits from which on.
+COLOURS = ((0, 244), (1, 71), (3, 178), (6, 208), (9, 196))
+
 
 def main(config: DictConfig) -> None:
-    """Loads a checkpoint, says which, and streams its writing. Raises UserError for what the user can mend."""
+    """Loads a checkpoint, says which, and lets it write or read. Raises UserError for what the user can mend."""
     sampling = build(SamplingConfig, OmegaConf.masked_copy(config, [f.name for f in fields(SamplingConfig)]))
-    if config.num_samples < 1:
-        raise UserError(f"num_samples is {config.num_samples}, but must be at least 1.")
+    for key, choices in (("mode", ("write", "interactive", "score")), ("format", ("text", "jsonl"))):
+        if config[key] not in choices:
+            raise UserError(f"{key} is {config[key]!r}, but must be one of {', '.join(choices)}.")
     prompt = read_prompt(config)
+    if config.mode == "interactive" and prompt:
+        raise UserError("mode=interactive reads prompts line by line. Leave prompt and prompt_file out.")
 
-    import torch  # after what can be refused without it
-
-    from data.tokenizer import StreamDecoder, encode
     from model.checkpoint import find_checkpoint, load_checkpoint
-    from model.generation import generate
+    from model.writing import score_text
 
     device = pick_device(config.device)
-    checkpoint = load_checkpoint(find_checkpoint(config.checkpoint, config.runs_dir), torch.device(device))
+    checkpoint = load_checkpoint(find_checkpoint(config.checkpoint, config.runs_dir), device)
     print(checkpoint.describe(), file=sys.stderr)
-    ids = encode(checkpoint.tokenizer, prompt or "\n").tolist()  # no prompt: as after a line's end
-    context = checkpoint.network.config.context_length
-    if len(ids) > context:
-        print(f"the prompt has {len(ids)} tokens; the model sees the last {context}", file=sys.stderr)
-    for index in range(config.num_samples):
-        if config.num_samples > 1:
-            print(f"\n--- sample {index + 1} ---")
-        print(prompt, end="", flush=True)
-        decoder = StreamDecoder(checkpoint.tokenizer)
-        for token in generate(checkpoint.network, ids, sampling, index):
-            print(decoder.push(token), end="", flush=True)
-        print(decoder.flush())
+    as_json = config.format == "jsonl"
+    if config.mode == "write":
+        write_samples(checkpoint, prompt, sampling, as_json)
+    elif config.mode == "interactive":
+        converse(checkpoint, sampling, as_json)
+    else:
+        show_scores(checkpoint, score_text(checkpoint, prompt), as_json)
+
+
+def write_samples(checkpoint: Checkpoint, prompt: str, config: SamplingConfig, as_json: bool, first: int = 0) -> None:
+    """Streams the continuations of a prompt, or prints a JSON object for each; samples count from `first`."""
+    from model.writing import prompt_ids, write
+
+    num_tokens, context = len(prompt_ids(checkpoint.tokenizer, prompt)), checkpoint.network.config.context_length
+    if num_tokens > context:
+        print(f"the prompt has {num_tokens} tokens; the model sees the last {context}", file=sys.stderr)
+    begun = None
+    for sample, piece in write(checkpoint, prompt, config, first):
+        if as_json:
+            if sample.finish:
+                print(json.dumps({"prompt": prompt} | asdict(sample), ensure_ascii=False), flush=True)
+            continue
+        if sample.index != begun:
+            begun = sample.index
+            if config.num_samples > 1:
+                print(f"\n--- sample {begun - first + 1} ---")
+            print(prompt, end="")
+        print(piece, end="\n" if sample.finish else "", flush=True)
+
+
+def converse(checkpoint: Checkpoint, config: SamplingConfig, as_json: bool) -> None:
+    """Continues a prompt after the other, each on its own. Ctrl-C stops a text, or at the question the program."""
+    print("a prompt a line; Ctrl-C stops a text, Ctrl-D ends", file=sys.stderr)
+    first = 0
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        try:
+            write_samples(checkpoint, line.rstrip("\n"), config, as_json, first)
+        except KeyboardInterrupt:
+            print()
+        first += config.num_samples  # the same prompt again is continued anew
+
+
+def show_scores(checkpoint: Checkpoint, scores: Scores, as_json: bool) -> None:
+    """The text, in a terminal coloured by each token's surprise, and what it costs this model; or a JSON object."""
+    if as_json:
+        print(json.dumps(asdict(scores) | {"bits_per_byte": scores.bits_per_byte}))
+        return
+    if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+        print(coloured(checkpoint, scores))
+        legend = "  ".join(f"\033[38;5;{colour}m{bits} bits or more\033[0m" for bits, colour in COLOURS)
+        print(f"\neach token by its surprise: {legend}")
+    nats = -sum(scores.logprobs) / len(scores.tokens)
+    print(f"{scores.bytes:,} bytes, {len(scores.tokens):,} tokens: {scores.bits_per_byte:.3f} bits per byte, "
+          f"{nats:.3f} nats per token")  # fmt: skip
+
+
+def coloured(checkpoint: Checkpoint, scores: Scores) -> str:
+    """The scored text with a terminal's colours; a character of several tokens has the colour of its last."""
+    from data.tokenizer import StreamDecoder
+
+    decoder, pieces = StreamDecoder(checkpoint.tokenizer), []
+    for token, logprob in zip(scores.tokens, scores.logprobs, strict=True):
+        colour = max(colour for colour in COLOURS if colour[0] <= -logprob / math.log(2))[1]
+        pieces.append(f"\033[38;5;{colour}m{decoder.push(token)}")
+    return "".join(pieces) + "\033[0m"
 
 
 def pick_device(choice: str) -> str:
     """The fastest device there is for auto, else the choice. Raises UserError where this machine has none of it."""
     import torch
 
-    present = [name for name, module in (("cuda", torch.cuda), ("mps", torch.backends.mps)) if module.is_available()]
+    gpus = ["cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))] * torch.cuda.is_available()
+    present = [*gpus, *["mps"] * torch.backends.mps.is_available(), "cpu"]
     if choice == "auto":
-        return (present + ["cpu"])[0]
-    if choice.partition(":")[0] not in [*present, "cpu"]:
-        raise UserError(f"device is {choice!r}, but this machine has {', '.join([*present, 'cpu'])}.")
+        return present[0]
+    if choice not in present:
+        raise UserError(f"device is {choice!r}, but this machine has {', '.join(present)}.")
     return choice
 
 
 if __name__ == "__main__":
     # Text is UTF-8 whatever the locale says.
+    sys.stdin.reconfigure(encoding="utf-8", errors="replace")
     sys.stdout.reconfigure(encoding="utf-8")
     sys.stderr.reconfigure(encoding="utf-8")
-    with one_line_errors("sample"):
+    with quiet_end(), one_line_errors("sample"):
         main(compose("sample", sys.argv[1:]))

@@ -23,7 +23,7 @@ from configs.run_directory import started_by_lightning, sweep_removed_if_refused
 CONFIG_DIR = Path(__file__).resolve().parent
 # Their values are taken exactly as typed: Hydra would read commas, quotes, = and ${ as its own grammar.
 LITERAL_KEYS = (
-    *("prompt", "prompt_file", "checkpoint", "token", "data.corpus", "data.cache_dir", "runs_dir"),
+    *("prompt", "prompt_file", "stop", "checkpoint", "token", "data.corpus", "data.cache_dir", "runs_dir"),
     *("png", "html", "logdir"),
 )
 
@@ -57,7 +57,10 @@ def read_prompt(config: DictConfig) -> str:
     if config.prompt is not None and config.prompt_file is not None:
         raise UserError("prompt and prompt_file are both given. Leave one out.")
     if config.prompt_file is None:
-        return config.prompt or ""
+        prompt = config.prompt or ""
+        if not prompt.isascii() and any("\ud800" <= char <= "\udfff" for char in prompt):  # bytes Python cannot read
+            raise UserError("prompt is not UTF-8. Convert it to UTF-8.")
+        return prompt
     name = config.prompt_file
     try:
         content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
@@ -103,6 +106,22 @@ def one_line_errors(config_name: str) -> Iterator[None]:
         message = str(error) if isinstance(error, UserError) else explain(error, config_name)
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
+
+
+@contextmanager
+def quiet_end() -> Iterator[None]:
+    """Ctrl-C ends the process with exit code 130, a reader that has had enough of its output with 0; both silently."""
+    try:
+        yield
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print()
+        sys.exit(130)
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):  # what they still hold would fail again at the end
+            os.dup2(nowhere, stream.fileno())
+        sys.exit(0)
 
 
 def explain(error: Exception, config_name: str) -> str:

@@ -56,7 +56,8 @@ class SampleSchema(_thawed(SamplingConfig)):
     prompt: str | None = MISSING
     prompt_file: str | None = MISSING
     checkpoint: str | None = MISSING
-    num_samples: int = MISSING
+    mode: str = MISSING
+    format: str = MISSING
     device: str = MISSING
     runs_dir: str = MISSING
 

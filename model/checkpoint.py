@@ -62,12 +62,12 @@ def load_checkpoint(path: Path, device: str | torch.device = "cpu") -> Checkpoin
     Raises:
         UserError: no such file, not a checkpoint of this project, or weights that do not fit.
     """
-    entry, weights = _read(path, device)
+    entry, weights = _read(path)
     try:
-        network = GPT(GPTConfig(**entry["model"])).to(device)
+        network = GPT(GPTConfig(**entry["model"]))
         network.load_state_dict(weights)
         checkpoint = Checkpoint(
-            path, network.eval(), from_plain(entry["tokenizer"]), entry["step"], entry["validation"]
+            path, network.to(device).eval(), from_plain(entry["tokenizer"]), entry["step"], entry["validation"]
         )
     except (KeyError, TypeError, RuntimeError) as error:
         reason = str(error).split("\n")[0]
@@ -77,11 +77,11 @@ def load_checkpoint(path: Path, device: str | torch.device = "cpu") -> Checkpoin
     return checkpoint
 
 
-def _read(path: Path, device: str | torch.device) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     if not path.is_file():
         raise UserError(f"There is no checkpoint {path}. Train one with: python train.py")
     try:
-        content = torch.load(path, map_location=device, weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
         entry = content["gpt"]
         weights = {
             name.removeprefix(NETWORK_PREFIX): tensor

@@ -1,56 +1,127 @@
-"""Writing text, token by token."""
+"""Writing text, token by token, and scoring text that is there. What the model can see: model/cache.py."""
 
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from model.cache import Decoder, dropped_when_full
 from model.config import SamplingConfig
 from model.gpt import GPT
 
 
-@torch.inference_mode()
 def generate(network: GPT, prompt: list[int], config: SamplingConfig, sample_index: int = 0) -> Iterator[int]:
-    """Continues a prompt, yielding each new token id as soon as it is drawn.
+    """Continues a prompt, yielding each new token id as soon as it is drawn: one sample of `generate_batch`."""
+    for ids, _ in generate_batch(Decoder(network), prompt, config, range(sample_index, sample_index + 1)):
+        yield int(ids[0])
 
-    The model sees the last `context_length` tokens of prompt and text; what is older has no influence.
+
+@torch.inference_mode()
+def generate_batch(
+    decoder: Decoder, prompt: list[int], config: SamplingConfig, samples: range
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Continues a prompt several times at once. Each sample draws random numbers of its own, by its index and the seed.
+
+    Of a prompt longer than the context the model sees the last context_length tokens.
 
     Args:
+        decoder: made of a network; may serve again for the next prompt.
         prompt: token ids, at least one.
-        sample_index: which of several samples this is; each draws its own random numbers.
+        samples: which samples these are, B of them.
+
+    Yields:
+        max_new_tokens times, as soon as they are drawn: the next ids (B,), int64, and the natural logarithms of
+        their probabilities (B,), float32, as the model gives them, before temperature and filters.
     """
-    device = next(network.parameters()).device
-    draws = torch.Generator().manual_seed(config.seed * 1_000_003 + sample_index)
-    ids = list(prompt)
-    network.eval()
-    for _ in range(config.max_new_tokens):
-        window = torch.tensor([ids[-network.config.context_length :]], device=device)  # (1, T)
-        # Not network(window): compiled, it would be compiled anew for lengths it has not met.
-        logits = network.forward(window)[0, -1].float().cpu()  # (vocab_size,)
-        ids.append(draw(logits, config, draws))
-        yield ids[-1]
+    vocab_size, device = decoder.network.config.vocab_size, next(decoder.network.parameters()).device
+    logits = decoder.prefill(torch.tensor([prompt[-decoder.context_length :]], device=device))
+    decoder.expand(len(samples))
+    logits = logits.expand(len(samples), -1)  # (B, vocab_size)
+    generators = [torch.Generator().manual_seed(config.seed * 1_000_003 + index) for index in samples]
+    noise = torch.empty(len(samples), vocab_size)  # drawn on the CPU: every device writes the same
+    for left in reversed(range(config.max_new_tokens)):
+        logits = logits.float()
+        if config.temperature > 0:
+            for row, generator in zip(noise, generators, strict=True):
+                row.exponential_(generator=generator)
+        ids = draw(logits, config, noise.to(device, non_blocking=True), decoder.seen)  # (B,)
+        yield ids, logits.log_softmax(-1).gather(1, ids[:, None])[:, 0]
+        if left:
+            logits = decoder.step(ids)
 
 
-def draw(logits: Tensor, config: SamplingConfig, generator: torch.Generator) -> int:
-    """One token id from logits (vocab_size,), as temperature, top_k and top_p say."""
+def draw(logits: Tensor, config: SamplingConfig, noise: Tensor, seen: Tensor) -> Tensor:
+    """Token ids (B,) from logits (B, vocab_size).
+
+    Args:
+        noise: (B, vocab_size), exponentially distributed: token i wins the race of noise / probability with its
+            probability. A rounding error in a probability hardly ever changes the winner.
+        seen: the tokens in view, (B, T), for repetition_penalty.
+    """
     if config.temperature == 0:
-        return int(logits.argmax())
-    return int(torch.multinomial(probabilities(logits, config), 1, generator=generator))
+        return penalized(logits, config, seen).argmax(-1)
+    return (probabilities(logits, config, seen) / noise).argmax(-1)
 
 
-def probabilities(logits: Tensor, config: SamplingConfig) -> Tensor:
-    """What `draw` draws from: logits (vocab_size,) -> probabilities (vocab_size,), 0 for filtered tokens.
+def probabilities(logits: Tensor, config: SamplingConfig, seen: Tensor | None = None) -> Tensor:
+    """What `draw` draws from: logits (..., vocab_size) -> probabilities (..., vocab_size), 0 for filtered tokens.
 
-    The filters come after the temperature; top_p keeps the token that crosses it (nucleus sampling,
-    Holtzman et al. 2019, arXiv:1904.09751).
+    In this order: repetition_penalty, temperature, top_k, top_p, min_p. The likeliest token always stays.
     """
-    logits = logits / config.temperature
-    if config.top_k and config.top_k < logits.numel():
-        logits = logits.masked_fill(logits < logits.topk(config.top_k).values[-1], -torch.inf)
+    logits = penalized(logits, config, seen)
+    temperature = max(config.temperature, 1e-30)  # a float32 holds no much smaller one
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # none makes this overflow
+    if config.top_k and config.top_k < logits.size(-1):
+        logits = logits.masked_fill(logits < logits.topk(config.top_k).values[..., -1:], -torch.inf)
     probs = logits.softmax(-1)
-    if config.top_p is not None and config.top_p < 1:
+    if config.top_p is not None and config.top_p < 1:  # nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751
         ordered, order = probs.sort(descending=True)
         before = ordered.cumsum(-1) - ordered  # probability of all likelier tokens
-        probs[order[before >= config.top_p]] = 0.0
-        probs /= probs.sum()
-    return probs
+        dropped = torch.zeros_like(probs, dtype=torch.bool).scatter(-1, order, before >= config.top_p)
+        probs = probs.masked_fill(dropped, 0)
+    if config.min_p:  # Nguyen et al. 2024, arXiv:2407.01082
+        probs = probs.masked_fill(probs < config.min_p * probs.amax(-1, keepdim=True), 0)
+    return probs / probs.sum(-1, keepdim=True)
+
+
+def penalized(logits: Tensor, config: SamplingConfig, seen: Tensor | None) -> Tensor:
+    """Logits (..., vocab_size) with those of the tokens in view, (..., T), made smaller (arXiv:1909.05858)."""
+    if config.repetition_penalty == 1 or seen is None:
+        return logits
+    found = logits.gather(-1, seen)  # (..., T)
+    smaller = torch.where(found < 0, found * config.repetition_penalty, found / config.repetition_penalty)
+    return logits.scatter(-1, seen, smaller)
+
+
+@torch.inference_mode()
+def score(network: GPT, ids: Tensor) -> Tensor:
+    """How likely a text is: the natural logarithm of each token's probability, given those in view before it.
+
+    What is in view is what was in view had the network written the text: past the context, between half and all
+    of it. Stretches of the text go through the network in one pass each.
+
+    Args:
+        ids: (N,), N at least 2. The first token is only there to be looked at.
+
+    Returns:
+        (N - 1,) float32, on the CPU.
+    """
+    device = next(network.parameters()).device
+    training = network.training
+    network.eval()
+    inputs = ids[:-1]
+    length = min(network.config.context_length, len(inputs))
+    stride = dropped_when_full(network.config.context_length)
+    strides = -(-(len(inputs) - length) // stride)
+    windows = F.pad(inputs, (0, strides * stride + length - len(inputs))).unfold(0, length, stride)  # (W, length)
+    targets = F.pad(ids[1:], (0, strides * stride + length - len(inputs))).unfold(0, length, stride)
+    rows = max(1, (1 << 24) // (length * network.config.vocab_size))  # 64 MB of logits
+    found = []
+    for window, target in zip(windows.split(rows), targets.split(rows), strict=True):
+        logits = network.forward(window.to(device)).float()  # (rows, length, vocab_size)
+        found.append(-F.cross_entropy(logits.mT, target.to(device), reduction="none").cpu())  # (rows, length)
+    found = torch.cat(found)
+    network.train(training)
+    # Each window but the first only adds its last `stride` tokens: those before have been in view of an earlier one.
+    return torch.cat([found[0], found[1:, length - stride :].flatten()])[: len(inputs)]

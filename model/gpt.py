@@ -38,11 +38,15 @@ class BigramEmbedding(nn.Embedding):
         self.rows = rows
         self.dropout = dropout
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Pairs that meet in a row share its vector; the first token of a window is paired with none."""
-        before = F.pad(ids[:, :-1], (1, 0), value=-1)  # (B, T)
+    def forward(self, ids: Tensor, start: int = 0) -> Tensor:
+        """Vectors of the tokens from place `start` on. The first token of a window is paired with none.
+
+        Args:
+            ids: (B, start + T).
+        """
+        before = ids[:, start - 1 : -1] if start else F.pad(ids[:, :-1], (1, 0), value=-1)  # (B, T)
         # Odd factors, so that each of the two alone reaches every row of a table of 2^n.
-        vectors = super().forward((before * 40_503 ^ ids * 30_011) % self.rows)  # (B, T, C)
+        vectors = super().forward((before * 40_503 ^ ids[:, start:] * 30_011) % self.rows)  # (B, T, C)
         return F.dropout1d(vectors, self.dropout, self.training)  # drops whole vectors
 
 
@@ -149,9 +153,7 @@ class GPT(nn.Module):
         Returns:
             (B, T, vocab_size), from which softmax makes probabilities.
         """
-        logits = self.output(self.features(ids))  # (B, T, vocab_size)
-        cap = self.config.logit_soft_cap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return self.logits(self.stream(ids))
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy of the next tokens in nats: of `forward`'s logits, which it need not make at once.
@@ -162,27 +164,41 @@ class GPT(nn.Module):
         # What `compile` compiles is `forward` alone, so a compiled network makes its logits there.
         if self.config.logit_soft_cap is not None or self._compiled_call_impl is not None:
             return F.cross_entropy(self(ids).flatten(0, 1), targets.flatten())
-        return output_loss(self.features(ids).flatten(0, 1), self.output.weight, targets.flatten())
+        x = self.final_norm(self.stream(ids))  # (B, T, C)
+        return output_loss(x.flatten(0, 1), self.output.weight, targets.flatten())
 
-    def features(self, ids: Tensor) -> Tensor:
-        """(B, T) ids -> what the output layer reads, (B, T, C)."""
+    def stream(self, ids: Tensor) -> Tensor:
+        """(B, T) ids -> the stream leaving the last block, (B, T, C)."""
         x, rope = self.embed(ids)
         for block in self.blocks:
             x = block(x, rope)
-        return self.final_norm(x)
+        return x
 
-    def embed(self, ids: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """(B, T) ids -> the stream entering the first block (B, T, C), and RoPE's tables (T, D) if it has them."""
-        T = ids.size(1)
-        x = self.token_embedding(ids)  # (B, T, C)
+    def embed(self, ids: Tensor, start: int = 0) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """The stream entering the first block, of the tokens from place `start` on; those before are there to look at.
+
+        Args:
+            ids: (B, start + T) token ids.
+
+        Returns:
+            (B, T, C), and RoPE's tables (T, D) each if it has them.
+        """
+        end = ids.size(1)
+        x = self.token_embedding(ids[:, start:])  # (B, T, C)
         if self.bigram_embedding is not None:
-            x = x + self.bigram_embedding(ids)
+            x = x + self.bigram_embedding(ids, start)
         if self.config.positions == "learned":
-            x = x + self.position_embedding.weight[:T]
+            x = x + self.position_embedding.weight[start:end]
             rope = None
         else:
-            rope = self.rope_cos[:T], self.rope_sin[:T]
+            rope = self.rope_cos[start:end], self.rope_sin[start:end]
         return self.dropout(self.embedding_norm(x)), rope
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The stream leaving the last block (B, T, C) -> (B, T, vocab_size)."""
+        logits = self.output(self.final_norm(x))
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     @torch.no_grad()
     def attention_maps(self, ids: Tensor) -> list[Tensor]:

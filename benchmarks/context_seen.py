@@ -1,0 +1,43 @@
+"""What halving a full context costs in loss, against all of the context before every token.
+
+    python -m benchmarks.context_seen [run directory or .ckpt file]
+
+Both score the same held-out tokens, the end of the embedded text: `score` as the model would write them, in passes that
+each add half a context, and a pass of its own for every token. The last line is JSON.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from data.tokenizer import encode
+from model.checkpoint import find_checkpoint, load_checkpoint
+from model.generation import score
+
+CHARACTERS = 40_000
+TEXT = Path(__file__).parents[1] / "data/shakespeare.txt"
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Prints both losses and one JSON line. Raises UserError where there is no checkpoint."""
+    checkpoint = load_checkpoint(find_checkpoint(sys.argv[1] if sys.argv[1:] else None, "runs"))
+    print(checkpoint.describe())
+    network, length = checkpoint.network, checkpoint.network.config.context_length
+    ids = torch.from_numpy(encode(checkpoint.tokenizer, TEXT.read_text(encoding="utf-8")[-CHARACTERS:]))
+    ours = -score(network, ids)[length - 1 :].mean().item()  # those with a whole context before them
+    windows, targets = ids[:-1].unfold(0, length, 1), ids[length:]  # (W, length) and (W,)
+    parts = zip(windows.split(256), targets.split(256), strict=True)
+    full = torch.cat([F.cross_entropy(network(part)[:, -1], target, reduction="none") for part, target in parts])
+    full = full.mean().item()
+    print(f"{len(targets):,} tokens, nats per token: {full:.4f} with all of the context, {ours:.4f} as written "
+          f"({ours / full - 1:+.2%})")  # fmt: skip
+    print(json.dumps({"benchmark": "context_seen", "tokens": len(targets), "full": round(full, 4),
+                      "as_written": round(ours, 4)}))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

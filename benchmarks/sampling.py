@@ -1,0 +1,233 @@
+"""What writing costs: tokens per second beside the matrix products alone, and beside Hugging Face's generate.
+
+    python -m benchmarks.sampling
+
+Random weights of GPT-2's shape, in float32 on the CPU. All sides take turns, a round each; a figure is the median over
+the rounds, after one to warm up. The last line is JSON.
+
+    products   every matrix of the network times one column a sample, and nothing else: by PyTorch's own product,
+               by oneDNN, and by oneDNN with the matrices laid out for it once. The fastest is the limit.
+    writing    greedy, from one token, up to the context; making the decoder, once a model, is left out
+    past       the steps after the context is full, refills included
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from data.config import TokenizerConfig
+from data.tokenizer import build_tokenizer
+from model.cache import Decoder
+from model.checkpoint import NETWORK_PREFIX, gpt_entry
+from model.config import GPTConfig, SamplingConfig
+from model.generation import generate_batch
+from model.gpt import GPT
+from model.linear import Linear, packed
+from model.onednn import has_onednn, onednn_is_faster, onednn_product
+from model.writing import TextStream
+
+BABY = GPTConfig(vocab_size=65, num_layers=6, num_heads=6, d_model=384, context_length=256)
+TINY = GPTConfig(vocab_size=1024)
+ROUNDS, BATCH = 5, 64
+FILTERS = SamplingConfig(temperature=0.8, top_k=40, top_p=0.9, min_p=0.02, repetition_penalty=1.1)
+PROJECT = Path(__file__).parents[1]
+
+
+def products(network: GPT, samples: int) -> dict[str, Callable[[], None]]:
+    """Every matrix once, in each of the ways there are."""
+    layers = [layer for layer in network.modules() if isinstance(layer, Linear)]
+    ways = {"PyTorch's product": [partial(F.linear, weight=layer.weight) for layer in layers]}
+    if has_onednn():
+        ways["oneDNN"] = [partial(onednn_product, weight=layer.weight) for layer in layers]
+    if onednn_is_faster():
+        ways["oneDNN, laid out"] = [packed(layer) for layer in layers]
+    columns = [torch.randn(samples, 1, layer.in_features) for layer in layers]
+
+    def once(way: list[Callable]) -> None:
+        for _ in range(20):
+            for product, x in zip(way, columns, strict=True):
+                product(x)
+
+    return {name: partial(once, way) for name, way in ways.items()}  # 20 tokens a sample
+
+
+def write(decoder: Decoder, samples: int, config: SamplingConfig) -> None:
+    """Greedy or drawn; every token reaches the host."""
+    for ids, _ in generate_batch(decoder, [0], config, range(samples)):
+        ids.tolist()
+
+
+def stream(decoder: Decoder, config: SamplingConfig) -> None:
+    """One sample as sample.py does it: drawn, decoded, written and flushed, a token at a time."""
+    tokenizer = build_tokenizer(TokenizerConfig(kind="byte"), None, Path())
+    with open(os.devnull, "w", encoding="utf-8") as out:
+        text = TextStream(tokenizer, ["\n\n\n"])
+        for ids, logprobs in generate_batch(decoder, [0], config, range(1)):
+            logprobs.tolist()
+            print(text.push(ids.tolist()[0]), end="", file=out, flush=True)
+
+
+@torch.inference_mode()
+def step_seconds(network: GPT, begin: int, end: int) -> float:
+    """Seconds a step, from a text of `begin` tokens to one of `end`."""
+    decoder = Decoder(network)
+    ids = decoder.prefill(torch.zeros(1, 1, dtype=torch.long)).argmax(-1)
+    for length in range(1, end):
+        if length == begin:
+            start = time.perf_counter()
+        ids = decoder.step(ids).argmax(-1)
+        ids.tolist()
+    return (time.perf_counter() - start) / (end - begin)
+
+
+def hugging_face(network: GPT) -> torch.nn.Module:
+    """Their GPT-2 with the same weights."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    c = network.config
+    theirs = GPT2LMHeadModel(GPT2Config(vocab_size=c.vocab_size, n_positions=c.context_length, n_embd=c.d_model,
+                                        n_layer=c.num_layers, n_head=c.num_heads, bos_token_id=0,
+                                        eos_token_id=0)).eval()  # fmt: skip
+    names = {"token_embedding": "wte", "position_embedding": "wpe", "final_norm": "ln_f", "blocks": "h",
+             "attention_norm": "ln_1", "attention.in_proj": "attn.c_attn", "attention.out_proj": "attn.c_proj",
+             "mlp_norm": "ln_2", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}  # fmt: skip
+    weights = theirs.transformer.state_dict()
+    for our_name, weight in network.state_dict().items():
+        name = our_name
+        for ours, their in names.items():
+            name = name.replace(f"{ours}.", f"{their}.")
+        if name != "output.weight":  # tied
+            weights[name].copy_(weight.T if name.startswith("h.") and weight.ndim == 2 else weight)
+    return theirs
+
+
+@torch.inference_mode()
+def hf_write(theirs: torch.nn.Module, num_tokens: int) -> torch.Tensor:
+    """Greedy, with its cache."""
+    start = torch.zeros(1, 1, dtype=torch.long)
+    return theirs.generate(start, attention_mask=start + 1, max_new_tokens=num_tokens, min_new_tokens=num_tokens,
+                           do_sample=False, use_cache=True, pad_token_id=0, eos_token_id=None)[0]  # fmt: skip
+
+
+def in_turn(runs: dict[str, tuple[Callable[[], None], int]], rounds: int = ROUNDS) -> dict[str, float]:
+    """Median tokens per second of each run, which makes so many tokens."""
+    speeds = {name: [] for name in runs}
+    for turn in range(rounds + 1):
+        for name, (run, tokens) in runs.items():
+            start = time.perf_counter()
+            run()
+            if turn:  # the first warms up
+                speeds[name].append(tokens / (time.perf_counter() - start))
+    return {name: statistics.median(each) for name, each in speeds.items()}
+
+
+def seconds_to_first_character(network: GPT) -> tuple[float, float]:
+    """Of sample.py, from its start; and of a Python that imports torch and reads the same weights."""
+    tokenizer = build_tokenizer(TokenizerConfig(kind="byte"), None, Path())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.ckpt"
+        weights = {NETWORK_PREFIX + name: weight for name, weight in network.state_dict().items()}
+        entry = gpt_entry(network.config, tokenizer, 0, {"nats_per_token": 0.0, "bits_per_byte": 0.0})
+        torch.save({"gpt": entry, "state_dict": weights}, path)
+        load = f"import torch; torch.load({str(path)!r}, weights_only=True)"
+        ours, bare = [], []
+        for _ in range(ROUNDS + 1):
+            start = time.perf_counter()
+            subprocess.run([sys.executable, "-c", load], check=True)
+            bare.append(time.perf_counter() - start)
+            start = time.perf_counter()
+            command = [sys.executable, "sample.py", f"checkpoint={path}", "max_new_tokens=200", "temperature=0"]
+            with subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+                process.stdout.read(1)
+                ours.append(time.perf_counter() - start)
+                process.kill()
+    return statistics.median(ours[1:]), statistics.median(bare[1:])
+
+
+def main() -> None:
+    """Prints each comparison beside what is aimed at, and one JSON line."""
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(0)
+    baby, longer, tiny = GPT(BABY), GPT(replace(BABY, context_length=8 * BABY.context_length)), GPT(TINY)
+    new = BABY.context_length - 1
+    greedy = SamplingConfig(max_new_tokens=new, temperature=0)
+    print(f"{baby.num_parameters():,} parameters, context {BABY.context_length}, {torch.get_num_threads()} threads; "
+          f"median of {ROUNDS} rounds in turn\n")  # fmt: skip
+    result = {"benchmark": "sampling", "threads": torch.get_num_threads()}
+
+    theirs, decoder = hugging_face(baby), Decoder(baby)
+    for samples, rounds, aim in ((1, ROUNDS, 0.65), (BATCH, 2, 0.6)):
+        with torch.inference_mode():
+            runs = {f"products, {name}": (run, 20 * samples) for name, run in products(baby, samples).items()}
+            runs["writing"] = (partial(write, decoder, samples, greedy), new * samples)
+            if samples == 1:
+                runs["Hugging Face's generate"] = (partial(hf_write, theirs, new), new)
+            speeds = in_turn(runs, rounds)
+        ours, ways = speeds["writing"], {name: speed for name, speed in speeds.items() if name.startswith("products")}
+        for name, speed in speeds.items():
+            print(f"{samples:3} at once  {name:28} {speed:9,.0f} tokens/s   writing is {ours / speed:5.2f} of it")
+        share = ours / max(ways.values())
+        print(f"    of the fastest products {share:.2f}; aimed at: {aim}\n", flush=True)
+        result |= {f"tokens_per_second_{samples}": round(ours), f"share_of_products_{samples}": round(share, 3),
+                   f"products_{samples}": {name[10:]: round(speed) for name, speed in ways.items()}}  # fmt: skip
+        if samples == 1:
+            result["times_hugging_face"] = round(ours / speeds["Hugging Face's generate"], 2)
+            same = hf_write(theirs, new)[1:].tolist() == [
+                int(ids[0]) for ids, _ in generate_batch(decoder, [0], greedy, range(1))
+            ]
+            print(f"    {result['times_hugging_face']} times Hugging Face's; aimed at: 2.5; the same text: {same}\n")
+
+    c = BABY.context_length
+    spans = {"inside": (baby, 1, c), "past": (baby, c + 1, 3 * c + 1), "inside, context 8 times longer": (longer, 1, c),
+             "up to that context": (longer, 1, 8 * c), "past that": (longer, 8 * c + 1, 12 * c + 1)}  # fmt: skip
+    times = {name: [] for name in spans}
+    for turn in range(3):
+        for name, span in spans.items():
+            seconds = step_seconds(*span)
+            times[name] += [1000 * seconds] * bool(turn)
+    ms = {name: statistics.median(each) for name, each in times.items()}
+    for name, base in (("past", "inside"), ("inside, context 8 times longer", "inside"),
+                       ("past that", "up to that context")):  # fmt: skip
+        print(f"a step {name:32} {ms[name]:.3f} ms, {ms[name] / ms[base]:.2f} of one {base}; aimed at: 1.15")
+    result["step_ms"] = {name: round(value, 3) for name, value in ms.items()}
+
+    drawn = replace(FILTERS, max_new_tokens=new)
+    speeds = in_turn({"bare": (partial(write, decoder, 1, greedy), new), "all": (partial(stream, decoder, drawn), new)})
+    result["cost_of_filters_and_streaming"] = round(speeds["bare"] / speeds["all"] - 1, 3)
+    print(
+        f"\nall filters, drawing and streaming add "
+        f"{result['cost_of_filters_and_streaming']:.1%} to a token; aimed at: 10%"
+    )
+
+    new, theirs = TINY.context_length - 1, hugging_face(tiny)
+    config = replace(greedy, max_new_tokens=new)
+    speeds = in_turn(
+        {"ours": (partial(write, Decoder(tiny), 1, config), new), "theirs": (partial(hf_write, theirs, new), new)}
+    )
+    result["tiny_times_hugging_face"] = round(speeds["ours"] / speeds["theirs"], 2)
+    print(f"the default model, {tiny.num_parameters():,} parameters: {speeds['ours']:,.0f} tokens/s, "
+          f"{result['tiny_times_hugging_face']} times Hugging Face's; aimed at: 5")  # fmt: skip
+
+    ours, bare = seconds_to_first_character(baby)
+    result |= {"first_character_s": round(ours, 2), "import_torch_and_weights_s": round(bare, 2)}
+    print(
+        f"first character after {ours:.2f} s, {ours / bare:.2f} of importing torch and reading the weights; "
+        "aimed at: 1.5"
+    )
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
