@@ -67,15 +67,14 @@ def main(config: DictConfig) -> None:
     budget = time_allowed(config)
     if budget:
         speed = measured_speed(expected_device(options))
-        config, picked = with_recipe(config, started + budget.total_seconds() - time.time(), speed)
+        config, picked = with_recipe(config, budget, time.time() - started, speed)
     seed_everything(config.seed, verbose=False)
 
     data = TextData(data_config, build(TokenizerConfig, config.tokenizer), config.model.context_length, config.seed)
     data.prepare()
     network = GPT(build(GPTConfig, config.model, vocab_size=data.vocab_size))
     if budget:
-        left = started + budget.total_seconds() - time.time()
-        options["max_time"] = time_to_train(left, network, len(data.val_tokens), speed)
+        options["max_time"] = time_to_train(budget, time.time() - started, network, len(data.val_tokens), speed)
     module = GPTLightning(network, data.tokenizer, optimizer_config, config.seed)
     metrics = Metrics(hyperparameters(config, network))
 
@@ -136,6 +135,7 @@ def hyperparameters(config: DictConfig, network: GPT) -> dict[str, int | float |
     groups = OmegaConf.to_container(config, resolve=True)
     groups["model"] = asdict(network.config)
     row = {name: groups[name] for name in ("seed", "compile", "validations")}
+    row["budget"] = str(config.budget)
     row["parameters"] = network.num_parameters()
     for group in ("model", "data", "tokenizer", "optimizer", "trainer"):
         for name, value in groups[group].items():

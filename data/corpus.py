@@ -11,7 +11,7 @@ import hashlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from configs.errors import UserError
@@ -39,11 +39,16 @@ def find_files(corpus: str | None = None) -> list[Path]:
         raise _unreadable(error.filename or path, error) from None
     if binary:
         names = ", ".join(str(file) for file in binary[:3]) + (", …" if len(binary) > 3 else "")
-        log.warning("data.corpus %r: left out %d binary file(s): %s", corpus, len(binary), names)
+        _warn(f"data.corpus {corpus!r}: left out {len(binary)} binary file(s): {names}")
     text = [file for file in found if file not in set(binary)]
     if not text:
         raise UserError(f"data.corpus {corpus!r} holds no text file. Give a text file, a folder or a glob.")
     return text
+
+
+@cache  # once, however often the files are looked for
+def _warn(message: str) -> None:
+    log.warning("%s", message)
 
 
 def _candidates(path: Path) -> list[Path]:

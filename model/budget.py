@@ -2,12 +2,14 @@
 
     budget=5m  ->  seconds left to train x FLOP/s  ->  a row of RECIPES  ->  keys of the config
 
-What is given on the command line stays as it is given.
+What is given, on the command line or in a file that it chooses, stays as it is given.
 """
 
+import math
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,13 +17,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs.errors import UserError
 from configs.run_directory import given_keys
-from data.config import vocab_size_for
+from configs.schema import build
+from data.config import TokenizerConfig, vocab_size_for
 from data.corpus import find_files
 from model.config import GPTConfig, OptimizerConfig
 from model.cost import matrix_weights, step_flops
 from model.gpt import GPT
 from model.optimizer import build_optimizer
-from model.trainer import is_bounded, parse_duration
+from model.trainer import bounds, parse_duration
 
 DEFAULT_TIME = timedelta(seconds=90)
 END_S = 2.0  # after the last validation: saving, a sample, the end of the process
@@ -54,24 +57,28 @@ def time_allowed(config: DictConfig) -> timedelta | None:
 
     Raises UserError for a budget beside another bound, and for one that is no time.
     """
-    bounded = is_bounded(config.trainer)
+    bounded = bounds(config.trainer)
     if config.budget == "auto":
         return None if bounded else DEFAULT_TIME
+    budget = parse_duration(config.budget, "budget")
     if bounded:
+        given = " and ".join(f"trainer.{name}={config.trainer[name]}" for name in bounded)
+        away = " ".join(f"trainer.{name}={unset}" for name, unset in bounded.items())
         raise UserError(
-            f"budget={config.budget} and a bound of the trainer (max_time, max_steps or max_epochs) are both given. "
-            "Leave one out."
+            f"budget={config.budget} and {given} would both end the run. Leave one out; where a recipe gives the "
+            f"latter, {away} takes it away."
         )
-    return parse_duration(config.budget, "budget")
+    return budget
 
 
+@cache  # once a process: the runs of a sweep are picked for the same speed
 def measured_speed(device: torch.device) -> float:
     """FLOP/s of a few training steps of a small model, the optimiser's time included."""
-    generator_state = torch.random.get_rng_state()
-    network = GPT(REFERENCE).to(device)
-    optimizer = build_optimizer(network, OptimizerConfig())
     T = REFERENCE.context_length
-    ids = torch.randint(REFERENCE.vocab_size, (REFERENCE_BATCH, T), device=device)
+    with torch.random.fork_rng(devices=[]):  # leaves the random state as it was
+        network = GPT(REFERENCE).to(device)
+        ids = torch.randint(REFERENCE.vocab_size, (REFERENCE_BATCH, T)).to(device)
+    optimizer = build_optimizer(network, OptimizerConfig())
 
     def steps(number: int) -> float:
         start = time.perf_counter()
@@ -84,7 +91,6 @@ def measured_speed(device: torch.device) -> float:
 
     steps(2)
     seconds = min(steps(REFERENCE_STEPS // 2), steps(REFERENCE_STEPS // 2))
-    torch.random.set_rng_state(generator_state)
     return REFERENCE_BATCH * step_flops(REFERENCE, T, "fused") / seconds
 
 
@@ -93,45 +99,73 @@ def recipe_for(teraflops: float) -> Recipe:
     return [recipe for recipe in RECIPES if recipe.teraflops <= max(0.0, teraflops)][-1]
 
 
-def with_recipe(config: DictConfig, seconds: float, flops_per_second: float) -> tuple[DictConfig, str]:
-    """The config with the recipe for so much training, and a line that says what was picked and why.
+_seconds_of_first: dict[timedelta, float] = {}
+
+
+def with_recipe(config: DictConfig, budget: timedelta, spent: float, flops_per_second: float) -> tuple[DictConfig, str]:
+    """The config with the recipe for what is left of the budget, and a line that says what was picked and why.
 
     Args:
-        seconds: for training, about.
+        spent: seconds of the budget that are over.
         flops_per_second: of `measured_speed`.
     """
+    # Of the runs of a sweep the first alone had to import: its figure counts for all, so that they compare.
+    seconds = _seconds_of_first.setdefault(budget, max(0.0, budget.total_seconds() - spent))
     recipe = recipe_for(seconds * flops_per_second / 1e12)
-    train_bytes = (1 - config.data.val_fraction) * sum(file.stat().st_size for file in find_files(config.data.corpus))
     picked: dict[str, Any] = {
         "model.num_layers": recipe.num_layers,
         "model.d_model": recipe.d_model,
         "model.num_heads": recipe.d_model // HEAD_DIM,
         "model.dropout": recipe.dropout,
-        "tokenizer.vocab_size": min(recipe.vocab_size, 2 * vocab_size_for(int(train_bytes))),
     }
-    given = given_keys()
-    if "model.d_model" in given:  # heads that divide the picked width may not divide the given one
-        given.add("model.num_heads")
-    picked = {key: value for key, value in picked.items() if key not in given}
-    config = OmegaConf.create(config)
-    for key, value in picked.items():
-        OmegaConf.update(config, key, value)
-    return config, (
-        f"budget: about {max(0.0, seconds):.0f} s to train at {flops_per_second / 1e9:.0f} GFLOP/s, measured; picked "
-        + " ".join(f"{key}={value}" for key, value in picked.items())
+    if config.tokenizer.kind == "bpe":
+        text_bytes = sum(file.stat().st_size for file in find_files(config.data.corpus))
+        default = vocab_size_for(int((1 - config.data.val_fraction) * text_bytes))
+        picked["tokenizer.vocab_size"] = min(recipe.vocab_size, 2 * default)
+    picked = {key: value for key, value in picked.items() if not is_given(config, key)}
+    if is_given(config, "model.d_model") or not works(with_values(config, picked)):
+        for key in ("model.d_model", "model.num_heads"):  # as they are they go with each other and the rest
+            picked.pop(key, None)
+    return with_values(config, picked), (
+        f"budget: about {seconds:.0f} s to train at {flops_per_second / 1e9:.0f} GFLOP/s, measured; picked "
+        + (" ".join(f"{key}={value}" for key, value in picked.items()) or "nothing: all is given")
     )
 
 
-def time_to_train(left: float, network: GPT, val_tokens: int, flops_per_second: float) -> timedelta:
-    """What of the seconds left remains for training, when the last validation and the end are taken off.
+def is_given(config: DictConfig, key: str) -> bool:
+    """Whether the command line gives the key, or a file that it chooses gives it another value than the default."""
+    group, name = key.split(".")
+    default = getattr({"model": GPTConfig, "tokenizer": TokenizerConfig}[group], name)
+    return key in given_keys() or config[group][name] != default
+
+
+def with_values(config: DictConfig, values: dict[str, Any]) -> DictConfig:
+    """A copy with these values of dotted keys."""
+    config = OmegaConf.create(config)
+    for key, value in values.items():
+        OmegaConf.update(config, key, value)
+    return config
+
+
+def works(config: DictConfig) -> bool:
+    """Whether heads divide the width, and whatever else a network asks of its shape."""
+    try:
+        return bool(build(GPTConfig, config.model, vocab_size=1))
+    except UserError:
+        return False
+
+
+def time_to_train(budget: timedelta, spent: float, network: GPT, val_tokens: int, flops_per_second: float) -> timedelta:
+    """What of the budget remains for training, when the last validation and the end are taken off too.
 
     Raises UserError if that is nothing.
     """
-    validation = 2 * matrix_weights(network.config) * val_tokens / flops_per_second
-    seconds = left - validation - END_S
+    end = 2 * matrix_weights(network.config) * val_tokens / flops_per_second + END_S
+    seconds = budget.total_seconds() - spent - end
     if seconds < 1:
         raise UserError(
-            f"The budget leaves {seconds:.0f} s to train: starting, validating and ending take the rest. "
-            "Give a longer budget, or trainer.max_steps=100."
+            f"A budget of {budget.total_seconds():g} s leaves no time to train: starting took {spent:.0f} s, "
+            f"validating and ending take about {end:.0f} s. Use budget={math.ceil(spent + end + 10)}s or more, or "
+            "trainer.max_steps=100 in its place."
         )
     return timedelta(seconds=seconds)

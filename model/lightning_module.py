@@ -40,9 +40,7 @@ class GPTLightning(pl.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """batch (B, T + 1) of token ids -> mean loss in nats per token."""
-        if (
-            self.network.config.dropout or self.network.config.bigram_dropout
-        ):  # what is dropped depends on (seed, step, rank) alone
+        if self.network.config.drops:  # what is dropped depends on (seed, step, rank) alone
             torch.manual_seed(random.Random(f"{self.seed} {self.batches_done} {self.global_rank}").getrandbits(63))
         inputs, targets = batch[:, :-1], batch[:, 1:]  # (B, T) each: every token predicts the next one
         loss = self.network.loss(inputs, targets)

@@ -46,8 +46,8 @@ def refuse_time_on_several_devices(trainer: Trainer) -> None:
     """Raises UserError: each process has a clock of its own, so that they would disagree about rates and the end."""
     if trainer.world_size > 1 and trainer.max_steps == -1 and trainer.max_epochs == -1:
         raise UserError(
-            f"{trainer.world_size} devices cannot be bounded by time. Give trainer.max_steps or trainer.max_epochs, "
-            "or train on one: trainer.devices=1."
+            f"{trainer.world_size} devices cannot be bounded by time, be it budget or trainer.max_time. Give "
+            "trainer.max_steps or trainer.max_epochs in its place, or train on one: trainer.devices=1."
         )
 
 
@@ -76,7 +76,8 @@ def resolve(options: dict[str, Any]) -> dict[str, Any]:
         options["max_time"] = parse_duration(options["max_time"], "trainer.max_time")
     elif not bounded:
         raise UserError(
-            "trainer: nothing ends this run. Give trainer.max_time, trainer.max_steps or trainer.max_epochs."
+            "trainer: nothing ends this run. Give trainer.max_time (auto: budget decides), trainer.max_steps or "
+            "trainer.max_epochs."
         )
     if options.get("precision") == "auto":
         on_gpu = expected_device(options).type == "cuda"
@@ -92,9 +93,10 @@ def expected_device(options: Mapping[str, Any]) -> torch.device:
     return torch.device("mps" if wanted in ("auto", "gpu", "mps") and torch.backends.mps.is_available() else "cpu")
 
 
-def is_bounded(options: Mapping[str, Any]) -> bool:
-    """Whether the user's options end the run by themselves, or are meant to and do not."""
-    return options.get("max_time") != "auto" or _given(options, "max_steps") or _given(options, "max_epochs")
+def bounds(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the user's options that end the run, each with the value that would not."""
+    unset = {"max_time": "auto", "max_steps": -1, "max_epochs": -1}
+    return {name: value for name, value in unset.items() if options.get(name) not in (None, value)}
 
 
 def _given(options: Mapping[str, Any], bound: str) -> bool:

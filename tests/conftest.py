@@ -20,9 +20,13 @@ from hydra.core.global_hydra import GlobalHydra
 import sample
 import train
 from configs.command_line import compose, one_line_errors, run
+from configs.run_directory import job_start
 
 # Tiny tensors gain nothing from a second thread, and several test processes would fight over the cores.
 torch.set_num_threads(1)
+
+# The first run of a process began with the process; those of the tests begin when they are called.
+job_start()
 
 PROJECT = Path(__file__).resolve().parents[1]
 SHAPE = (
@@ -164,8 +168,8 @@ def train_here(tmp_path, tiny, monkeypatch, capfd) -> Callable[..., Finished]:
     """train_here(*overrides) is `python train.py` with a tiny run's overrides, in this process: seconds less."""
     runs = tmp_path / "runs"
 
-    def trained(*overrides: str) -> Finished:
-        monkeypatch.setattr(sys, "argv", ["train.py", *tiny, f"runs_dir={runs}", *overrides])
+    def trained(*overrides: str, settings: tuple[str, ...] = tiny) -> Finished:
+        monkeypatch.setattr(sys, "argv", ["train.py", *settings, f"runs_dir={runs}", *overrides])
         return _as_process(lambda: run(train.main, "train"), monkeypatch, capfd, runs)
 
     return trained

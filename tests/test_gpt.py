@@ -31,9 +31,12 @@ def family(name: str, **fields) -> GPTConfig:
 
 
 def network(config: GPTConfig) -> GPT:
-    """A network in which every weight matters: some start at zero, such as nanochat's where blocks write."""
+    """A network in which every weight matters: some start at zero, such as nanochat's where blocks write.
+
+    As it is after training, when nothing is dropped.
+    """
     torch.manual_seed(0)
-    gpt = GPT(config)
+    gpt = GPT(config).eval()
     for parameter in gpt.parameters():
         nn.init.normal_(parameter, std=0.3)
     return gpt
@@ -121,12 +124,24 @@ def test_looking_at_attention_disturbs_nothing(training):
     assert all(torch.equal(a, b) for a, b in zip(maps, without_dropout, strict=True))
 
 
-def test_dropout_changes_training_only():
-    config = family("gpt2", **TINY)
+@pytest.mark.parametrize(("name", "share"), [("gpt2", "dropout"), ("tiny", "dropout"), ("tiny", "bigram_dropout")])
+def test_dropout_changes_training_only(name, share):
+    config = dataclasses.replace(family(name, **TINY), bigram_dropout=0.0)
     plain, ids = network(config), random_ids(config)
-    dropped = network(dataclasses.replace(config, dropout=0.5))
-    assert torch.equal(dropped.eval()(ids), plain(ids))
+    dropped = network(dataclasses.replace(config, **{share: 0.5}))
+    assert not config.drops and dropped.config.drops
+    assert torch.equal(dropped.eval()(ids), plain.train()(ids))
     assert not torch.allclose(dropped.train()(ids), plain(ids))
+
+
+def test_bigram_dropout_leaves_out_its_share_of_whole_pairs():
+    table = BigramEmbedding(64, 16, dropout=0.25)
+    torch.manual_seed(0)
+    nn.init.normal_(table.weight)
+    ids = torch.randint(50, (40, 50))
+    left = table(ids) != 0  # (B, T, C)
+    assert torch.equal(left.any(-1), left.all(-1))
+    assert left.any(-1).float().mean().item() == pytest.approx(0.75, abs=0.05)
 
 
 # The start
@@ -278,8 +293,11 @@ def test_soft_cap_bounds_the_logits():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_loss_and_its_gradients_are_those_of_the_logits(name, tied_embeddings):
     config = family(name, **TINY, tied_embeddings=tied_embeddings)
-    gpt, ids, targets = network(config), random_ids(config), random_ids(config).flip(1)
-    losses = gpt.loss(ids, targets), F.cross_entropy(gpt(ids).flatten(0, 1), targets.flatten())
+    gpt, ids, targets = network(config).train(), random_ids(config), random_ids(config).flip(1)
+    torch.manual_seed(0)  # drops the same in both
+    loss = gpt.loss(ids, targets)
+    torch.manual_seed(0)
+    losses = loss, F.cross_entropy(gpt(ids).flatten(0, 1), targets.flatten())
     assert_close(*losses, atol=1e-5, rtol=1e-5)
     ours, expected = (torch.autograd.grad(loss, list(gpt.parameters())) for loss in losses)
     for (path, _), gradient, exact in zip(gpt.named_parameters(), ours, expected, strict=True):
@@ -289,7 +307,8 @@ def test_loss_and_its_gradients_are_those_of_the_logits(name, tied_embeddings):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_compiled_network_is_what_the_loss_goes_through(name):
     config = family(name, **TINY)
-    gpt, ids = network(config), random_ids(config)
+    gpt, ids = network(config).train(), random_ids(config)
+    torch.manual_seed(0)  # drops the same in both
     expected, calls = gpt.loss(ids, ids.flip(1)), []
 
     def backend(graph, example_inputs):
@@ -300,6 +319,7 @@ def test_compiled_network_is_what_the_loss_goes_through(name):
         return compiled
 
     gpt.compile(backend=backend)
+    torch.manual_seed(0)
     assert_close(gpt.loss(ids, ids.flip(1)), expected, atol=1e-5, rtol=1e-5)
     assert len(calls) == 1  # all of the network in one graph
 

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from configs.errors import UserError
 from data import tokenizer as module
+from data.config import BYTES_OF_TEXT_A_TOKEN, DEFAULT_VOCAB_SIZES, vocab_size_for
 from data.corpus import Corpus, find_files
 from data.tokenizer import (
     SEGMENT_CHARS,
@@ -301,3 +302,26 @@ def test_damaged_tokenizer_is_refused(encodings, damage):
 def test_what_is_no_tokenizer_is_refused(plain):
     with pytest.raises(UserError, match="tokenizer is damaged"):
         from_plain(plain)
+
+
+# The default vocabulary
+
+
+@given(st.integers(0, 1 << 40), st.integers(0, 1 << 40))
+def test_longer_text_never_gets_a_smaller_vocabulary(one, other):
+    assert vocab_size_for(min(one, other)) <= vocab_size_for(max(one, other))
+
+
+@given(st.integers(0, 1 << 40))
+@example(0)
+@example(DEFAULT_VOCAB_SIZES[1] * BYTES_OF_TEXT_A_TOKEN)
+@example(DEFAULT_VOCAB_SIZES[1] * BYTES_OF_TEXT_A_TOKEN - 1)
+def test_default_vocabulary_is_the_largest_power_of_two_with_enough_text_a_token(num_bytes):
+    size, (least, most) = vocab_size_for(num_bytes), DEFAULT_VOCAB_SIZES
+    assert least <= size <= most and size.bit_count() == 1
+    assert size == least or size * BYTES_OF_TEXT_A_TOKEN <= num_bytes
+    assert size == most or 2 * size * BYTES_OF_TEXT_A_TOKEN > num_bytes
+
+
+def test_bpe_without_a_vocabulary_given_learns_the_default_one(split, tmp_path):
+    assert build_tokenizer(TokenizerConfig(), split, tmp_path).n_vocab == vocab_size_for(split.num_bytes)

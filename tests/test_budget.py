@@ -1,0 +1,314 @@
+"""The dial `budget=5m`: what is picked for how long, what stays as it was given, and when a run ends."""
+
+import math
+import random
+import re
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from configs.command_line import compose
+from configs.errors import UserError
+from configs.schema import build
+from data.config import DEFAULT_VOCAB_SIZES
+from model import budget as module
+from model.budget import (
+    DEFAULT_TIME,
+    HEAD_DIM,
+    RECIPES,
+    Recipe,
+    measured_speed,
+    recipe_for,
+    time_allowed,
+    time_to_train,
+    with_recipe,
+)
+from model.config import GPTConfig
+from model.gpt import GPT
+
+SMALL = Recipe(0.0, num_layers=1, d_model=64, vocab_size=1024)
+LARGE = Recipe(10.0, num_layers=3, d_model=192, vocab_size=4096, dropout=0.1)
+PICKED = ("model.num_layers", "model.d_model", "model.num_heads", "model.dropout", "tokenizer.vocab_size")
+
+
+@pytest.fixture
+def two_rows(monkeypatch):
+    """RECIPES of our own: what they are used for does not depend on what measurements put there."""
+    monkeypatch.setattr(module, "RECIPES", (SMALL, LARGE))
+    monkeypatch.setattr(module, "_seconds_of_first", {})
+
+
+@pytest.fixture
+def pick(two_rows, monkeypatch):
+    """pick(teraflops, *overrides): the config for so much training, and the line that is said."""
+
+    def picked(teraflops: float, *overrides: str, spent: float = 0.0, seconds: float = 100.0):
+        monkeypatch.setattr(module, "given_keys", lambda: {override.partition("=")[0] for override in overrides})
+        speed = teraflops * 1e12 / seconds
+        return with_recipe(compose("train", list(overrides)), timedelta(seconds=seconds), spent, speed)
+
+    return picked
+
+
+def values(config):
+    return {key: OmegaConf.select(config, key) for key in PICKED}
+
+
+def network_config(config) -> GPTConfig:
+    """What train.py makes of it; raises UserError for heads that do not divide."""
+    return build(GPTConfig, config.model, vocab_size=1)
+
+
+# Which row
+
+
+@pytest.mark.parametrize("row", range(len(RECIPES)))
+def test_row_is_picked_from_its_border_on(row):
+    border = RECIPES[row].teraflops
+    assert recipe_for(border) == recipe_for(math.nextafter(border, math.inf)) == RECIPES[row]
+    assert recipe_for(math.nextafter(border, -math.inf)) == RECIPES[max(0, row - 1)]
+
+
+@given(st.floats(-1e9, 1e9), st.floats(-1e9, 1e9))
+def test_more_time_never_picks_less(one, other):
+    less, more = (recipe_for(teraflops) for teraflops in sorted((one, other)))
+    for size in ("num_layers", "d_model", "vocab_size"):
+        assert getattr(less, size) <= getattr(more, size)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_row_is_a_network_with_heads_of_one_width(recipe):
+    shape = GPTConfig(
+        vocab_size=recipe.vocab_size,
+        num_layers=recipe.num_layers,
+        d_model=recipe.d_model,
+        num_heads=recipe.d_model // HEAD_DIM,
+        dropout=recipe.dropout,
+        positions="rope",
+    )
+    assert shape.head_dim == HEAD_DIM
+    assert type(recipe.vocab_size) is int and recipe.vocab_size >= 257
+
+
+# What is picked, and what stays
+
+
+def test_all_that_is_not_given_is_picked_and_said_in_one_line(pick):
+    for teraflops, recipe in ((1.0, SMALL), (10.0, LARGE)):
+        config, line = pick(teraflops, seconds=50.0 + teraflops)
+        heads = recipe.d_model // HEAD_DIM
+        sizes = (recipe.num_layers, recipe.d_model, heads, recipe.dropout, recipe.vocab_size)
+        assert values(config) == dict(zip(PICKED, sizes, strict=True))
+        assert all(f" {key}={value}" in line for key, value in values(config).items())
+        assert f"{50 + teraflops:.0f} s" in line and "GFLOP/s" in line and "\n" not in line
+
+
+@pytest.mark.parametrize("key", PICKED)
+def test_given_key_stays_also_where_it_is_the_default(pick, key):
+    default = OmegaConf.select(compose("train", []), key)
+    for value in ("512" if key == "tokenizer.vocab_size" else default, {"model.dropout": "0.3"}.get(key, "512")):
+        overrides = (f"{key}={value}", *(["model.num_heads=4"] if key == "model.d_model" else []))
+        if key == "model.num_heads" and value == "512":
+            continue
+        config, line = pick(10.0, *overrides)
+        assert str(OmegaConf.select(config, key)) == str(value)
+        assert f"{key}=" not in line and line.count("=") >= 3
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama", "nanochat", "tiny"])
+def test_given_family_stays_and_gets_the_picked_size(pick, model):
+    config, _ = pick(10.0, f"model={model}")
+    family = compose("train", [f"model={model}"]).model
+    changed = {key.removeprefix("model.") for key in PICKED}
+    assert {key for key in family if key != "vocab_size" and config.model[key] != family[key]} <= changed
+    assert config.model.num_layers == LARGE.num_layers
+
+
+def test_what_a_chosen_file_sets_stays(pick):
+    config, line = pick(1.0, "experiment=baby_gpt", "trainer.max_steps=-1")
+    given_by_file = compose("train", ["experiment=baby_gpt"])
+    assert values(config) == values(given_by_file)
+    assert "nothing" in line
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "tiktoken"])
+def test_no_vocabulary_is_picked_for_a_tokenizer_that_has_its_own(pick, tokenizer):
+    config, line = pick(10.0, f"tokenizer={tokenizer}")
+    assert config.tokenizer.vocab_size is None and "vocab_size" not in line
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.d_model=96"],
+        ["model.d_model=104"],
+        ["model.num_heads=64"],
+        ["model.num_heads=128", "model.positions=learned"],
+        ["model.num_kv_heads=4"],
+        ["model.num_heads=8", "model.num_kv_heads=2"],
+        ["model.d_model=80", "model.num_heads=5"],
+    ],
+    ids=" ".join,
+)
+def test_heads_always_divide(pick, overrides):
+    for teraflops, recipe in ((1.0, SMALL), (10.0, LARGE)):
+        config, _ = pick(teraflops, *overrides)
+        shape = network_config(config)
+        assert shape.d_model % shape.num_heads == 0 and shape.num_layers == recipe.num_layers
+        for override in overrides:
+            key, _, value = override.partition("=")
+            assert str(OmegaConf.select(config, key)) == value
+
+
+def test_small_text_gets_a_small_vocabulary(pick, text_file):
+    large = pick(10.0)[0].tokenizer.vocab_size
+    small = pick(10.0, f"data.corpus={text_file}")[0].tokenizer.vocab_size
+    assert small < large == LARGE.vocab_size
+    assert small <= 2 * DEFAULT_VOCAB_SIZES[0]
+
+
+def test_all_runs_of_a_sweep_get_one_recipe(pick):
+    first = pick(10.5, spent=10.0)[0]  # this one had to import: 90 of 100 s are left, less than the border asks
+    second = pick(10.5, spent=0.0)[0]
+    assert values(first) == values(second) and first.model.num_layers == SMALL.num_layers
+
+
+# How long
+
+
+def test_default_is_ninety_seconds_unless_the_trainer_has_a_bound():
+    assert time_allowed(compose("train", [])) == DEFAULT_TIME == timedelta(seconds=90)
+    for bound in ("max_time=5m", "max_steps=10", "max_epochs=1"):
+        assert time_allowed(compose("train", [f"trainer.{bound}"])) is None
+    for recipe in ("context_sweep", "heads_sweep", "nanogpt_cpu"):
+        assert time_allowed(compose("train", [f"experiment={recipe}"])) is None
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("30", 30), ("45s", 45), ("5m", 300), ("1h30m", 5400)])
+def test_budget_is_a_time_written_as_any_other(text, seconds):
+    assert time_allowed(compose("train", [f"budget={text}"])) == timedelta(seconds=seconds)
+
+
+@pytest.mark.parametrize("bound", ["max_steps=10", "max_time=20s", "max_epochs=2"])
+def test_budget_beside_another_bound_is_refused_naming_both(refuse, bound):
+    error = refuse("train", "budget=30s", f"trainer.{bound}")
+    assert "budget=30s" in error and f"trainer.{bound}" in error and "Leave one out" in error
+
+
+def test_bound_of_a_recipe_makes_way_for_a_budget_as_the_refusal_says(refuse):
+    error = refuse("train", "experiment=heads_sweep", "budget=30s")
+    (mend,) = re.findall(r", (trainer\.\S+) takes it away", error)
+    assert "trainer.max_steps=500" in error
+    assert time_allowed(compose("train", ["experiment=heads_sweep", "budget=30s", mend])) == timedelta(seconds=30)
+
+
+@pytest.mark.parametrize("value", ["banana", "0s", "-5", "0", "null", "5x", "inf", "true", "[5]"])
+def test_budget_that_is_no_time_is_refused_with_examples(refuse, value):
+    error = refuse("train", f"budget={value}")
+    assert "budget is" in error and "such as 60s, 5m" in error
+
+
+def test_budget_too_short_to_train_is_refused_with_both_times(refuse, text_file, cache_dir):
+    error = refuse("train", "budget=2s", f"data.corpus={text_file}", f"data.cache_dir={cache_dir}")
+    assert "budget of 2 s" in error and re.search(r"Use budget=\d+s or more", error)
+
+
+def test_budget_that_the_refusal_names_leaves_time_to_train():
+    network = GPT(GPTConfig(vocab_size=300, num_layers=1, num_heads=1, d_model=32))
+    with pytest.raises(UserError, match="no time to train") as refusal:
+        time_to_train(timedelta(seconds=20), 19.0, network, 200_000, 1e10)
+    (seconds,) = re.findall(r"budget=(\d+)s", str(refusal.value))
+    assert time_to_train(timedelta(seconds=int(seconds)), 19.0, network, 200_000, 1e10) >= timedelta(seconds=1)
+
+
+def test_time_to_train_is_what_the_start_and_the_last_validation_leave():
+    network = GPT(GPTConfig(vocab_size=300, num_layers=1, num_heads=1, d_model=32))
+    whole = timedelta(seconds=60)
+    little = time_to_train(whole, 10.0, network, 1_000, 1e10)
+    assert timedelta(seconds=40) < little < timedelta(seconds=50)
+    assert time_to_train(whole, 20.0, network, 1_000, 1e10) == little - timedelta(seconds=10)
+    assert time_to_train(whole, 10.0, network, 1_000_000, 1e10) < little
+
+
+def test_two_devices_with_a_budget_are_refused_by_name(refuse, text_file, cache_dir):
+    places = (f"data.corpus={text_file}", f"data.cache_dir={cache_dir}", "tokenizer=byte")
+    error = refuse("train", "budget=1m", "trainer.devices=2", "trainer.accelerator=cpu", *places)
+    assert "2 devices" in error and "budget" in error and "trainer.max_steps" in error
+
+
+def test_measuring_the_speed_leaves_the_random_state_alone():
+    states = torch.random.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert 0 < measured_speed.__wrapped__(torch.device("cpu")) < math.inf
+    assert torch.equal(torch.random.get_rng_state(), states[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]
+
+
+# Whole runs
+
+
+@pytest.fixture
+def unsized(text_file, cache_dir):
+    """A short run's overrides that leave open what the budget picks."""
+    places = (f"data.corpus={text_file}", f"data.cache_dir={cache_dir}")
+    return (*places, "data.batch_size=4", "model.context_length=16", "validations=2", "trainer.accelerator=cpu")
+
+
+def test_run_ends_within_its_budget_and_tells_and_keeps_what_it_picked(train_here, unsized):
+    finished = train_here("budget=10s", settings=unsized)
+    assert finished.returncode == 0 and finished.stderr == "", finished
+    assert finished.summary["steps"] > 0 and 4 < finished.summary["seconds"] < 25
+    log = (finished.path / "train.log").read_text(encoding="utf-8")
+    (line,) = re.findall("^budget: .*", log, re.MULTILINE)
+    picked = dict(pair.split("=") for pair in re.findall(r"\S+=\S+", line))
+    assert set(picked) == set(PICKED)
+    config = OmegaConf.load(finished.path / "config.yaml")
+    assert {key: str(value) for key, value in values(config).items()} == picked
+    assert config.budget == "10s"
+
+
+def test_picked_keys_with_as_many_steps_repeat_the_network_without_the_budget(
+    train_here, unsized, two_rows, monkeypatch
+):
+    monkeypatch.setattr(module, "measured_speed", lambda device: 1e9)
+    finished = train_here("budget=6s", settings=unsized)
+    config = OmegaConf.load(finished.path / "config.yaml")
+    keys = [f"{key}={value}" for key, value in values(config).items()]
+    networks = []
+    for _ in range(2):
+        again = train_here(*keys, "trainer.max_steps=5", settings=unsized)
+        networks.append(torch.load(again.path / "checkpoints/last.ckpt", weights_only=True))
+    weights = [network["state_dict"] for network in networks]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    of_budget = torch.load(finished.path / "checkpoints/last.ckpt", weights_only=True)
+    assert networks[0]["gpt"]["model"] == of_budget["gpt"]["model"]
+    assert networks[0]["gpt"]["tokenizer"] == of_budget["gpt"]["tokenizer"]
+
+
+def test_runs_of_a_budget_start_as_those_of_as_many_steps(train_here, unsized, events, two_rows):
+    """The first losses tell: the same weights, batches and dropping, whatever was measured before."""
+    keys = ("optimizer.warmup=0", "trainer.log_every_n_steps=1")  # rates are constant in the first half of a run
+    timed = train_here("budget=6s", *keys, settings=unsized)
+    picked = values(OmegaConf.load(timed.path / "config.yaml"))
+    counted = train_here(
+        *keys, *(f"{key}={value}" for key, value in picked.items()), "trainer.max_steps=20", settings=unsized
+    )
+    timed, counted = (events(run.path).Scalars("train/loss")[:5] for run in (timed, counted))
+    assert [(point.step, point.value) for point in timed] == [(point.step, point.value) for point in counted]
+
+
+def test_every_run_of_a_sweep_has_the_budget_and_its_own_given_keys(train_here, unsized, two_rows, monkeypatch):
+    monkeypatch.setattr(module, "measured_speed", lambda device: 1e9)
+    finished = train_here("-m", "budget=6s", "model.num_layers=2,1", settings=unsized)
+    assert finished.returncode == 0 and finished.stderr == "", finished
+    configs = [OmegaConf.load(path) for path in sorted(finished.path.glob("*/config.yaml"))]
+    assert [config.model.num_layers for config in configs] == [2, 1]
+    assert {config.model.d_model for config in configs} == {SMALL.d_model}
+    assert len(list(finished.path.glob("*/summary.json"))) == 2
+    for log in finished.path.glob("*/train.log"):
+        assert "model.num_layers=" not in log.read_text(encoding="utf-8").partition("\n")[0]
