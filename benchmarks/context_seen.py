@@ -2,8 +2,9 @@
 
     python -m benchmarks.context_seen [run directory or .ckpt file]
 
-Both score the same held-out tokens, the end of the embedded text: `score` as the model would write them, in passes that
-each add half a context, and a pass of its own for every token. The last line is JSON.
+Both score the same tokens, the end of the embedded text, which a checkpoint trained on that has not seen: `score` as the
+model would write them, in passes that each add half a context, and a pass of its own for every token. The last line is
+JSON.
 """
 
 import json
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from configs.command_line import one_line_errors
 from data.tokenizer import encode
 from model.checkpoint import find_checkpoint, load_checkpoint
 from model.generation import score
@@ -40,4 +42,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors("sample"):
+        main()

@@ -5,7 +5,7 @@
 Trains STEPS steps in the Trainer of train.py, on the CPU, with as many validations as a run has, and times each call
 of Snapshots inside them: attention maps, head scores, writing, and TensorBoard's file up to the disk. How long a call
 takes does not depend on how many steps lie between two. The first also loads what draws, in every run anew, and
-counts in full. The share is that of a run of the default length, DEFAULT_TIME of training. The last line is JSON.
+counts in full. The share is that of a whole default run, DEFAULT_TIME from start to exit. The last line is JSON.
 """
 
 import json

@@ -18,22 +18,24 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from configs.command_line import one_line_errors
+from configs.errors import UserError
 
 PROJECT = Path(__file__).resolve().parents[1]
 
 
 def train(settings: list[str]) -> tuple[float, float, int]:
-    """Seconds from start to exit, bits per byte and steps of one run of train.py, from an empty cache."""
+    """Seconds from start to exit, bits per byte and steps of one run of train.py, from an empty cache.
+
+    Raises UserError with the run's own last line where it was refused, as a budget too short for this machine is.
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(PROJECT / "train.py"), *settings]
         start = time.perf_counter()
-        subprocess.run(
-            [*command, f"runs_dir={folder}/runs", f"data.cache_dir={folder}/cache"],
-            check=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        places = [f"runs_dir={folder}/runs", f"data.cache_dir={folder}/cache"]
+        finished = subprocess.run([*command, *places], capture_output=True, text=True)
         seconds = time.perf_counter() - start
+        if finished.returncode:
+            raise UserError(finished.stderr.strip().rpartition("\n")[2].removeprefix("error: "))
         (summary,) = Path(folder).glob("runs/*/summary.json")
         values = json.loads(summary.read_text())
         return seconds, values["val_bits_per_byte"], values["steps"]
@@ -41,12 +43,23 @@ def train(settings: list[str]) -> tuple[float, float, int]:
 
 def measure(name: str, settings: list[str], seeds: int, text: list[str], yardstick: float | None = None) -> dict:
     """Trains once a seed, prints a line, returns it as plain values."""
-    runs = [train([*settings, *text, f"seed={seed}"]) for seed in range(seeds)]
+    try:
+        runs = [train([*settings, *text, f"seed={seed}"]) for seed in range(seeds)]
+    except UserError as error:
+        print(f"{name:24} refused: {error}", flush=True)
+        return {"run": name, "refused": str(error)}
     seconds, bits, steps = (statistics.mean(values) for values in zip(*runs, strict=True))
     error = statistics.stdev(run[1] for run in runs) / seeds**0.5 if seeds > 1 else 0.0
     ratio = "" if yardstick is None else f"{bits / yardstick:12.3f}"
     print(f"{name:24} {seconds:8.1f} {steps:8.0f} {bits:10.4f} ±{error:.4f} {ratio}", flush=True)
-    return {"run": name, "seconds": seconds, "bits_per_byte": bits, "standard_error": error, "seeds": seeds}
+    return {
+        "run": name,
+        "seconds": seconds,
+        "steps": steps,
+        "bits_per_byte": bits,
+        "standard_error": error,
+        "seeds": seeds,
+    }
 
 
 def main() -> None:
@@ -57,6 +70,8 @@ def main() -> None:
     text = [] if config.corpus is None else [f"data.corpus={config.corpus}"]
     print(f"{'run':24} {'seconds':>8} {'steps':>8} {'bits/byte':>10} {'':7} {'x yardstick':>12}")
     rows = [measure("experiment=nanogpt_cpu", ["experiment=nanogpt_cpu"], config.seeds, text)]
+    if "refused" in rows[0]:
+        raise UserError(rows[0]["refused"])
     allowed, reached = int(rows[0]["seconds"]), rows[0]["bits_per_byte"]
     for budget in (f"{allowed}s", f"{allowed // 5}s", f"{allowed // 7}s", *config.budgets):
         rows.append(measure(f"budget={budget}", [f"budget={budget}"], config.seeds, text, reached))

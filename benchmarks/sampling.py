@@ -39,7 +39,7 @@ from model.onednn import has_onednn, onednn_is_faster, onednn_product
 from model.writing import TextStream
 
 BABY = GPTConfig(vocab_size=65, num_layers=6, num_heads=6, d_model=384, context_length=256)
-TINY = GPTConfig(vocab_size=1024)
+SMALL = GPTConfig(vocab_size=1024)
 ROUNDS, BATCH = 5, 64
 FILTERS = SamplingConfig(temperature=0.8, top_k=40, top_p=0.9, min_p=0.02, repetition_penalty=1.1)
 PROJECT = Path(__file__).parents[1]
@@ -160,7 +160,7 @@ def main() -> None:
     """Prints each comparison beside what is aimed at, and one JSON line."""
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
-    baby, longer, tiny = GPT(BABY), GPT(replace(BABY, context_length=8 * BABY.context_length)), GPT(TINY)
+    baby, longer, small = GPT(BABY), GPT(replace(BABY, context_length=8 * BABY.context_length)), GPT(SMALL)
     new = BABY.context_length - 1
     greedy = SamplingConfig(max_new_tokens=new, temperature=0)
     print(f"{baby.num_parameters():,} parameters, context {BABY.context_length}, {torch.get_num_threads()} threads; "
@@ -211,14 +211,14 @@ def main() -> None:
         f"{result['cost_of_filters_and_streaming']:.1%} to a token; aimed at: 10%"
     )
 
-    new, theirs = TINY.context_length - 1, hugging_face(tiny)
+    new, theirs = SMALL.context_length - 1, hugging_face(small)
     config = replace(greedy, max_new_tokens=new)
     speeds = in_turn(
-        {"ours": (partial(write, Decoder(tiny), 1, config), new), "theirs": (partial(hf_write, theirs, new), new)}
+        {"ours": (partial(write, Decoder(small), 1, config), new), "theirs": (partial(hf_write, theirs, new), new)}
     )
-    result["tiny_times_hugging_face"] = round(speeds["ours"] / speeds["theirs"], 2)
-    print(f"the default model, {tiny.num_parameters():,} parameters: {speeds['ours']:,.0f} tokens/s, "
-          f"{result['tiny_times_hugging_face']} times Hugging Face's; aimed at: 5")  # fmt: skip
+    result["small_times_hugging_face"] = round(speeds["ours"] / speeds["theirs"], 2)
+    print(f"a small GPT-2, {small.num_parameters():,} parameters: {speeds['ours']:,.0f} tokens/s, "
+          f"{result['small_times_hugging_face']} times Hugging Face's; aimed at: 5")  # fmt: skip
 
     ours, bare = seconds_to_first_character(baby)
     result |= {"first_character_s": round(ours, 2), "import_torch_and_weights_s": round(bare, 2)}

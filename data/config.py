@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from configs.errors import UserError
 
 MAX_VOCAB_SIZE = 1_000_000
-# The default vocabulary is the largest power of two with so much text a token, within these bounds. More tokens
-# see more text at once, but each one more seldom; docs/EXPERIMENTS.md has the measurements.
+# The default vocabulary is the largest power of two with so much text a token, within these bounds: 2,048 for the
+# embedded text, the best measured there (docs/EXPERIMENTS.md); for other lengths a guess.
 BYTES_OF_TEXT_A_TOKEN = 1500
 DEFAULT_VOCAB_SIZES = 512, 16_384
 
@@ -47,7 +47,7 @@ class TokenizerConfig:
     kind: str = "bpe"
     """"byte", "bpe" or "tiktoken"."""
     vocab_size: int | None = None
-    """Tokens that bpe aims for: 256 bytes and the merges. None: as many as the text is long enough for."""
+    """Tokens that bpe aims for: 256 bytes and the merges. None: what a budget picks, or what suits the text."""
     name: str = "gpt2"
     """Which of tiktoken's own encodings kind "tiktoken" uses."""
 

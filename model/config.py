@@ -165,7 +165,7 @@ class OptimizerConfig:
     lr: float = 3e-3
     """Peak learning rate of AdamW."""
     embedding_lr: float | None = None
-    """Peak learning rate of AdamW for embeddings that are not also the output layer. None: lr."""
+    """Peak learning rate of AdamW for token (unless tied) and bigram embeddings. None: lr."""
     muon_lr: float = 0.014
     """Peak learning rate of Muon: the size of an update, relative to an orthogonal matrix."""
     muon_momentum: float = 0.9

@@ -1,7 +1,7 @@
 """Windowed attention on CUDA: PyTorch's flex attention, one compiled kernel that skips the blocks no query looks into.
 
-How fast it is has not been measured: no GPU was at hand. On a machine that has one,
-`python -m benchmarks.attention_speed device=cuda` compares it with blocks through SDPA and with full attention.
+How fast it is on a GPU has not been measured; `python -m benchmarks.attention_speed device=cuda` does, beside blocks
+through SDPA and full attention.
 """
 
 import logging

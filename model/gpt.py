@@ -35,7 +35,6 @@ class BigramEmbedding(nn.Embedding):
 
     def __init__(self, rows: int, d_model: int, dropout: float = 0.0):
         super().__init__(rows, d_model)
-        self.rows = rows
         self.dropout = dropout
 
     def forward(self, ids: Tensor, start: int = 0) -> Tensor:
@@ -46,7 +45,7 @@ class BigramEmbedding(nn.Embedding):
         """
         before = ids[:, start - 1 : -1] if start else F.pad(ids[:, :-1], (1, 0), value=-1)  # (B, T)
         # Odd factors, so that each of the two alone reaches every row of a table of 2^n.
-        vectors = super().forward((before * 40_503 ^ ids[:, start:] * 30_011) % self.rows)  # (B, T, C)
+        vectors = super().forward((before * 40_503 ^ ids[:, start:] * 30_011) % self.num_embeddings)  # (B, T, C)
         return F.dropout1d(vectors, self.dropout, self.training)  # drops whole vectors
 
 
