@@ -2,7 +2,7 @@
 
     python -m benchmarks.context_seen [run directory or .ckpt file]
 
-Both score the same tokens, the end of the embedded text, which a checkpoint trained on that has not seen: `score` as the
+Both score the same tokens, the end of the embedded text, which no checkpoint trained on it has seen: `score` as the
 model would write them, in passes that each add half a context, and a pass of its own for every token. The last line is
 JSON.
 """
