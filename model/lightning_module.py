@@ -117,6 +117,11 @@ class GPTLightning(pl.LightningModule):
         for group, peak in zip(optimizer.param_groups, self.peak_lrs, strict=True):
             group["lr"] = peak * factor
 
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer, optimizer_closure=None) -> None:
+        """The step, and then the gradients go: Lightning would keep them, in the way of the cache, until `backward`."""
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        optimizer.zero_grad()
+
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         """Adds all it takes to sample."""
         checkpoint["gpt"] = gpt_entry(self.network.config, self.tokenizer, self.global_step, self.validation)
