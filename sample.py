@@ -83,7 +83,7 @@ def converse(checkpoint: Checkpoint, config: SamplingConfig, as_json: bool) -> N
         try:
             write_samples(checkpoint, line.rstrip("\n"), config, as_json, first)
         except KeyboardInterrupt:
-            print(file=sys.stderr)
+            print()
         first += config.num_samples  # the same prompt again is continued anew
 
 

@@ -115,7 +115,7 @@ def quiet_end() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except KeyboardInterrupt:
-        print(file=sys.stderr)
+        print()
         sys.exit(130)
     except BrokenPipeError:
         nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -165,6 +165,11 @@ def test_heads_always_divide(pick, overrides):
             assert str(OmegaConf.select(config, key)) == value
 
 
+def test_given_width_keeps_its_heads_whatever_the_row_has(pick):
+    for teraflops in (1.0, 10.0):
+        assert pick(teraflops, "model.d_model=96")[0].model.num_heads == GPTConfig.num_heads
+
+
 def test_small_text_gets_a_small_vocabulary(pick, text_file):
     large = pick(10.0)[0].tokenizer.vocab_size
     small = pick(10.0, f"data.corpus={text_file}")[0].tokenizer.vocab_size
