@@ -47,7 +47,7 @@ RECIPES = (
     Recipe(20.0, num_layers=3, d_model=192, vocab_size=4096, dropout=0.1),
 )
 HEAD_DIM = 32
-# The step whose speed is measured: about that of RECIPES' first row, without the parts that cost little.
+# The step whose speed is measured: a plainer network of the shape of RECIPES' first row.
 REFERENCE = GPTConfig(vocab_size=2048, positions="rope", norm="rmsnorm", norm_affine=False, mlp="relu2", bias=False)
 REFERENCE_BATCH, REFERENCE_STEPS = 24, 8
 

@@ -118,7 +118,7 @@ class GPTLightning(pl.LightningModule):
             group["lr"] = peak * factor
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer, optimizer_closure=None) -> None:
-        """The step, and then the gradients go: Lightning would keep them, in the way of the cache, until `backward`."""
+        """The step, and then the gradients go: Lightning would hold their memory until the next backward pass."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         optimizer.zero_grad()
 
