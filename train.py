@@ -53,6 +53,7 @@ def main(config: DictConfig) -> None:
     from lightning.pytorch import seed_everything
 
     from data.module import TextData
+    from model.allocator import keep_freed_memory
     from model.budget import measured_speed, time_allowed, time_to_train, with_recipe
     from model.callbacks import KeepCheckpoint, Metrics, Progress, RunLogger, Snapshots, StopOnSignal, StoppedBySignal
     from model.checkpoint import record_validation
@@ -61,6 +62,7 @@ def main(config: DictConfig) -> None:
     from model.lightning_module import GPTLightning
     from model.trainer import build_trainer, expected_device, refuse_time_on_several_devices, resolve
 
+    keep_freed_memory()
     log_to(None)
     warnings.filterwarnings("ignore", module="lightning|torch")
     options = resolve(OmegaConf.to_container(config.trainer, resolve=True))

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from configs.schema import build
 from data.config import DataConfig, TokenizerConfig
 from data.module import TextData
+from model.allocator import keep_freed_memory
 from model.callbacks import KeepCheckpoint, Metrics, Progress, RunLogger, Snapshots, StopOnSignal
 from model.config import GPTConfig, OptimizerConfig
 from model.gpt import GPT
@@ -20,6 +21,7 @@ from model.trainer import build_trainer, resolve
 
 def prepared_text(config: DictConfig) -> TextData:
     """The run's text, encoded; from here on Lightning's warnings are silent."""
+    keep_freed_memory()
     warnings.filterwarnings("ignore", module="lightning|torch")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     data = TextData(

@@ -30,12 +30,13 @@ from torch import Tensor, nn
 from configs.command_line import compose, one_line_errors
 from configs.errors import UserError
 from configs.schema import build
+from model.allocator import keep_freed_memory
 from model.config import GPTConfig, OptimizerConfig
 from model.cost import step_flops
 from model.gpt import GPT
 from model.linear import Linear
 from model.loss import CHUNK_ROWS
-from model.onednn import goes_through_onednn, raw_onednn_product
+from model.onednn import goes_through_onednn, prefer_onednn, raw_onednn_product
 from model.optimizer import build_optimizer
 
 WARMUP_STEPS, STEPS, ROUNDS = 5, 15, 9
@@ -166,8 +167,14 @@ def linear_products(rows: int, layer: Linear) -> Iterator[Product]:
     weight = layer.weight.detach()
     x, grad = torch.randn(rows, layer.in_features), torch.randn(rows, layer.out_features)  # (n, I), (n, O)
     multiply = raw_onednn_product if goes_through_onednn(x, weight) else F.linear
-    for a, b in ((x, weight), (grad, weight.t()), (grad.t(), x.t())):
-        yield Product(lambda a=a, b=b: multiply(a, b), 2 * rows * layer.in_features * layer.out_features)
+    for run in (lambda: multiply(x, weight), lambda: multiply(grad, weight.t()), lambda: product(grad.t(), x)):
+        yield Product(run, 2 * rows * layer.in_features * layer.out_features)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a b, of matrices or of batches of them, by the library that is the faster here."""
+    with prefer_onednn():
+        return a @ b
 
 
 def attention_products(case: Case) -> Iterator[Product]:
@@ -176,7 +183,7 @@ def attention_products(case: Case) -> Iterator[Product]:
     heads, T, D = case.batch_size * c.num_heads, c.context_length, c.head_dim
     wide, narrow = torch.randn(heads, T, T), torch.randn(heads, T, D)  # (B H, T, T), (B H, T, D)
     for a, b in 2 * [(narrow, narrow.mT)] + 2 * [(wide, narrow)] + 2 * [(wide.mT, narrow)]:
-        yield Product(lambda a=a, b=b: a @ b, 2 * heads * T * T * D)
+        yield Product(lambda a=a, b=b: product(a, b), 2 * heads * T * T * D)
 
 
 def all_of(products: list[Product]) -> Callable[[], None]:
@@ -240,6 +247,8 @@ def measure(case: Case, against: bool, compiled: bool) -> dict[str, float]:
 def main(config: DictConfig) -> None:
     """Prints what was measured, beside what is promised, and one JSON line. Raises UserError."""
     torch.manual_seed(0)
+    if config.keep_memory:
+        keep_freed_memory()
     print(f"vocabulary {config.vocab_size:,}; float32 on {torch.get_num_threads()} threads; "
           f"medians of {ROUNDS} rounds of {STEPS} steps, in turns\n")  # fmt: skip
     results = {}

@@ -119,6 +119,7 @@ class TrainingSpeedSchema:
 
     vocab_size: int = MISSING
     compiled: bool = MISSING
+    keep_memory: bool = MISSING
 
 
 GROUPS = ("model", "data", "tokenizer", "optimizer", "trainer")

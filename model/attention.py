@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from model.config import check_heads
 from model.linear import Linear
-from model.onednn import MIN_LENGTH, goes_through_onednn, onednn_attention
+from model.onednn import MIN_LENGTH, goes_through_onednn, onednn_attention, short_attention
 from model.windowed_attention import windowed_attention
 
 
@@ -148,8 +148,11 @@ def fused_attention(
         The gathered values (B, H, T, D).
     """
     options = {"attn_mask": mask, "dropout_p": dropout, "is_causal": causal, "enable_gqa": q.size(1) != k.size(1)}
-    if q.size(-2) >= MIN_LENGTH and goes_through_onednn(q, k):
-        return onednn_attention(q, k, v, **options)
+    if goes_through_onednn(q, k):
+        if q.size(-2) >= MIN_LENGTH:
+            return onednn_attention(q, k, v, **options)
+        if causal and q.shape == k.shape and dropout < 1:
+            return short_attention(q, k, v, dropout)
     return F.scaled_dot_product_attention(q, k, v, **options)
 
 

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from model.attention import MultiHeadAttention, rope_tables
 from model.config import GPTConfig
+from model.dropout import Dropout
 from model.linear import Linear
 from model.loss import output_loss
 
@@ -109,7 +110,7 @@ class Block(nn.Module):
         )
         self.mlp_norm = build_norm(config)
         self.mlp = MLP(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
@@ -135,7 +136,7 @@ class GPT(nn.Module):
             self.register_buffer("rope_cos", cos, persistent=False)  # (context_length, D)
             self.register_buffer("rope_sin", sin, persistent=False)
         self.embedding_norm = build_norm(config) if config.embedding_norm else nn.Identity()
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, config.window_of(layer)) for layer in range(config.num_layers))
         self.final_norm = build_norm(config)
         self.output = Linear(config.d_model, config.vocab_size, bias=False)

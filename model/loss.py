@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from model.onednn import goes_through_onednn, raw_onednn_product
+from model.onednn import goes_through_onednn, prefer_onednn, raw_onednn_product
 
 CHUNK_ROWS = 512  # of 256 to 1,536 the fastest, by little, on two cores at a vocabulary of 1,024
 
@@ -50,7 +50,8 @@ class _OutputLoss(torch.autograd.Function):
             # d loss / d logits is softmax - 1 at the target; the mean's 1 / N comes in `backward`.
             grad = exps.div_(sums).scatter_add_(1, at, picked.new_full(picked.shape, -1.0))  # (n, V)
             grad_x[here] = product(grad, weight.t())  # (n, C)
-            grad_weight += product(grad.t(), x[here].t())  # (V, C)
+            with prefer_onednn():
+                grad_weight.addmm_(grad.t(), x[here])  # (V, C)
         ctx.save_for_backward(grad_x, grad_weight)
         return nats / len(x)
 

@@ -4,6 +4,7 @@ PyTorch multiplies float32 matrices on x86 with MKL, which leaves AVX-512 unused
 PyTorch carries too, uses it, to the same precision (measured by benchmarks/linear_speed.py and attention_speed.py).
 """
 
+import math
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from model.dropout import dropout_factors
 
 
 def has_onednn() -> bool:
@@ -52,11 +56,13 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        grad_x = raw_onednn_product(grad, weight.t()) if ctx.needs_input_grad[0] else None  # (..., I)
-        # All tokens of the batch, flattened to one dimension N, are summed over: (O, N) (N, I) -> (O, I)
-        grad_weight = (
-            raw_onednn_product(grad.flatten(0, -2).t(), x.flatten(0, -2).t()) if ctx.needs_input_grad[1] else None
-        )
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = raw_onednn_product(grad, weight.t())  # (..., I)
+        if ctx.needs_input_grad[1]:
+            with prefer_onednn():  # the raw product would first copy both, which lie the wrong way for it
+                # All tokens of the batch, flattened to one dimension N, are summed over: (O, N) (N, I) -> (O, I)
+                grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
         return grad_x, grad_weight
 
 
@@ -74,6 +80,50 @@ def pack(weight: Tensor) -> Tensor:
 def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + b without gradients: x (..., I), `packed` made of W (O, I) -> (..., O), float32."""
     return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
+
+
+def short_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+    """Causal softmax(Q K^T / sqrt(D)) V of a text below MIN_LENGTH, differentiable once.
+
+    Holds all weights at once and keeps them for the backward pass. While they are few that is faster than making
+    them anew, as PyTorch's fused attention does, whose many small products on a CPU are slow ones.
+
+    Args:
+        q, k, v: (B, H, T, D).
+        dropout: share of the weights dropped.
+
+    Returns:
+        (B, H, T, D).
+    """
+    B, H, _, _ = q.shape
+    heads = _ShortAttention.apply(*(x.flatten(0, 1) for x in (q, k, v)), dropout)  # (B H, T, D)
+    return heads.unflatten(0, (B, H))
+
+
+class _ShortAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        T, ctx.scale = q.size(1), q.size(2) ** -0.5
+        future = q.new_full((T, T), -math.inf).triu(1)
+        with prefer_onednn():
+            weights = torch.baddbmm(future, q, k.mT, alpha=ctx.scale).softmax(-1)  # (B H, T, T)
+            factors = dropout_factors(weights, dropout) if dropout else None
+            kept = weights * factors if dropout else weights
+            ctx.save_for_backward(q, k, v, weights, kept, factors)
+            return kept @ v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, weights, kept, factors = ctx.saved_tensors
+        with prefer_onednn():
+            grad_v = kept.mT @ grad  # (B H, T, D)
+            grad_weights = grad @ v.mT  # (B H, T, T)
+            if factors is not None:
+                grad_weights *= factors
+            grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
+            grad_scores *= ctx.scale
+            return grad_scores @ k, grad_scores.mT @ q, grad_v, None
 
 
 MIN_LENGTH = 512  # break-even; below, preparing oneDNN's many small products costs more than they take

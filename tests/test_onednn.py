@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import model.onednn
 from model.attention import fused_attention, written_out_attention
 from model.linear import Linear
-from model.onednn import prefer_onednn
+from model.onednn import prefer_onednn, short_attention
 from model.optimizer import orthogonalise
 
 
@@ -69,6 +69,42 @@ def test_long_attention_and_its_gradients_keep_float32_precision(onednn, kv_head
         torch.autograd.grad(ours, (q, k, v), grad), torch.autograd.grad(exact, (q, k, v), grad), strict=True
     ):
         torch.testing.assert_close(our_grad, exact_grad, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("T", [1, 7, 64, model.onednn.MIN_LENGTH - 1])
+def test_short_attention_and_its_gradients_keep_float32_precision(onednn, T):
+    torch.manual_seed(0)
+    qkv = torch.randn(2, T, 3, 4, 16, requires_grad=True)
+    q, k, v = qkv.transpose(1, 3).unbind(2)  # (B, H, T, D), strided as the model's are
+    causal = torch.ones(T, T, dtype=torch.bool).tril()
+    ours = fused_attention(q, k, v, causal=True)
+    exact = written_out_attention(q.double(), k.double(), v.double(), causal)[0].float()
+    torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-5)
+    grad = torch.randn_like(exact)
+    (our_grad,), (exact_grad,) = (torch.autograd.grad(heads, qkv, grad, retain_graph=True) for heads in (ours, exact))
+    torch.testing.assert_close(our_grad, exact_grad, atol=1e-5, rtol=1e-4)
+
+
+def test_short_attention_with_dropout_differentiates_what_it_computed(onednn):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+
+    def seeded(q, k, v):
+        torch.manual_seed(1)  # the same weights dropped at every call
+        return short_attention(q, k, v, 0.4)
+
+    assert torch.autograd.gradcheck(seeded, (q, k, v))
+    assert not torch.allclose(seeded(q, k, v), short_attention(q, k, v))
+
+
+def test_short_attention_drops_its_share_of_the_weights(onednn):
+    torch.manual_seed(0)
+    q, k = torch.zeros(2, 8, 16, 200, 8).unbind(0)
+    v = torch.eye(200).expand(8, 16, 200, 200)  # so that what is gathered are the weights
+    weights = short_attention(q, k, v, 0.25)
+    seen = torch.ones(200, 200, dtype=torch.bool).tril()
+    assert (weights[..., ~seen] == 0).all()
+    assert (weights[..., seen] == 0).double().mean().item() == pytest.approx(0.25, abs=0.003)
 
 
 def test_orthogonalising_keeps_float32_precision(onednn):
