@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from model.config import check_heads
 from model.linear import Linear
+from model.norm import rms_norm
 from model.onednn import MIN_LENGTH, goes_through_onednn, onednn_attention, short_attention
 from model.windowed_attention import windowed_attention
 
@@ -130,7 +131,7 @@ class MultiHeadAttention(nn.Module):
     def _norm_and_rotate(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         """(B, T, heads, D) -> the same shape."""
         if self.qk_norm_eps is not None:
-            x = F.rms_norm(x, (self.head_dim,), eps=self.qk_norm_eps)
+            x = rms_norm(x, self.qk_norm_eps)
         return x if rope is None else rotate(x, *rope)
 
 

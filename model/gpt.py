@@ -18,13 +18,14 @@ from model.config import GPTConfig
 from model.dropout import Dropout
 from model.linear import Linear
 from model.loss import output_loss
+from model.norm import RMSNorm
 
 
 def build_norm(config: GPTConfig) -> nn.Module:
     """LayerNorm (arXiv:1607.06450) or RMSNorm (arXiv:1910.07467) over the last dimension."""
     if config.norm == "layernorm":
         return nn.LayerNorm(config.d_model, config.norm_eps, config.norm_affine, bias=config.bias)
-    return nn.RMSNorm(config.d_model, config.norm_eps, config.norm_affine)
+    return RMSNorm(config.d_model, config.norm_eps, config.norm_affine)
 
 
 class BigramEmbedding(nn.Embedding):
