@@ -16,7 +16,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 def rms_norm(x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last dimension: F.rms_norm, on a CPU in half its time, backward pass and all."""
+    """x / sqrt(mean(x^2) + eps) over the last dimension: F.rms_norm, with its backward pass twice as fast on a CPU."""
     in_full = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
     if not in_full or torch.compiler.is_compiling():
         return F.rms_norm(x, x.shape[-1:], eps=eps)
