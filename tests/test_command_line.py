@@ -178,8 +178,8 @@ def test_wrong_value_among_defaults_is_refused_with_what_would_work(refuse, argu
 
 
 @pytest.mark.parametrize("value", ["0", "-2", "0.5", "false", "many"])
-def test_accumulation_that_would_train_nothing_is_refused(refuse, value):
-    error = refuse("train", NOWHERE, f"trainer.accumulate_grad_batches={value}")
+def test_accumulation_that_would_train_nothing_is_refused(refuse, text_file, value):
+    error = refuse("train", f"data.corpus={text_file}", f"trainer.accumulate_grad_batches={value}")
     assert "trainer.accumulate_grad_batches is" in error and "at least 1" in error
 
 
