@@ -36,16 +36,21 @@ def main(config: DictConfig) -> None:
         raise UserError("mode=interactive reads prompts line by line. Leave prompt and prompt_file out.")
     if config.export is not None and (prompt or config.mode != "write"):
         raise UserError("export only keeps the network. Leave prompt, prompt_file and mode out.")
+    if config.export is not None and not config.export.endswith(".safetensors"):
+        raise UserError(f"export is {config.export!r}, but must end in .safetensors.")
+    if config.mode == "score" and not prompt:
+        raise UserError('There is no text to score. Give one: prompt="To be, or not", or prompt_file=poem.txt')
 
     from model.checkpoint import find_checkpoint, load_checkpoint
     from model.writing import score_text
 
     device = pick_device(config.device)
     checkpoint = load_checkpoint(find_checkpoint(config.checkpoint, config.runs_dir), device)
+    if config.export is not None:
+        checkpoint.export(Path(config.export))
     print(checkpoint.describe(), file=sys.stderr)
     as_json = config.format == "jsonl"
     if config.export is not None:
-        checkpoint.export(Path(config.export))
         print(f"exported: {config.export}", file=sys.stderr)
     elif config.mode == "write":
         write_samples(checkpoint, prompt, sampling, as_json)

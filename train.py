@@ -51,6 +51,7 @@ def main(config: DictConfig) -> None:
     if not OmegaConf.is_missing(config.model, "vocab_size"):
         raise UserError("model.vocab_size comes from the tokenizer. Set tokenizer.vocab_size in its place.")
     refuse_beyond_memory(build(GPTConfig, config.model, vocab_size=1))
+    log_to(None)
     Corpus(find_files(data_config.corpus), data_config.val_fraction)
     if not 0 <= config.seed < 2**32:
         raise UserError(f"seed is {config.seed}, but must be a whole number from 0 to {2**32 - 1}.")
@@ -66,7 +67,7 @@ def main(config: DictConfig) -> None:
     from model.lightning_module import GPTLightning
     from model.trainer import build_trainer, expected_device, refuse_time_on_several_devices, resolve
 
-    log_to(None)
+    log_to(None)  # again: importing Lightning made its own loggers talk
     warnings.filterwarnings("ignore", module="lightning|torch")
     options = resolve(OmegaConf.to_container(config.trainer, resolve=True))
     budget = time_allowed(config)

@@ -183,7 +183,8 @@ def explain(error: Exception, config_name: str) -> str:
     if match := re.search(r"Error merging override (.+)", text):
         return f"{match[1]} has a value of the wrong type: {cause}."
     if match := re.search(r"Ambiguous value for argument '([^']+)'", text):
-        return f"{match[1]} lists several values: add -m to sweep over them, or give one."
+        sweep = "add -m to sweep over them, or " if config_name == "train" else ""
+        return f"{match[1]} lists several values: {sweep}give one."
     if isinstance(error, MissingConfigException) and error.options:
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
         options = [option for option in error.options if option != "schema"]
@@ -216,7 +217,10 @@ def refuse_unknown(config: DictConfig, config_name: str) -> None:
 
 def unknown_key(key: str, config_name: str) -> str:
     """Names the keys nearest to one that does not exist."""
-    near = difflib.get_close_matches(key, known_keys(config_name), n=3)
+    known = known_keys(config_name)
+    if key in known:
+        return f"{key} cannot be set: another setting took {key.rpartition('.')[0] or key} away. Leave one out."
+    near = difflib.get_close_matches(key, known, n=3)
     mend = f"Did you mean {' or '.join(near)}?" if near else f"configs/{config_name}.yaml lists the keys."
     return f"{key} is no key of the config. {mend}"
 

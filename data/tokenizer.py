@@ -70,9 +70,18 @@ def encode(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
 
 
 def encode_chunks(encoding: tiktoken.Encoding, texts: Iterable[str]) -> Iterator[np.ndarray]:
-    """Ids of the joined `texts` as a row of int64 arrays, however the text was cut into pieces."""
+    """Ids of the joined `texts` as a row of int64 arrays, however the text was cut into pieces.
+
+    Raises UserError where the pattern, which then is none of ours, gives up.
+    """
     for segment in _segments(texts):
-        yield np.array(encoding.encode_ordinary(segment), dtype=np.int64)
+        try:
+            ids = encoding.encode_ordinary(segment)
+        except BaseException as error:  # a panic in tiktoken's Rust is no Exception
+            if type(error).__name__ != "PanicException":
+                raise
+            raise UserError(f"The pattern of tokenizer {encoding.name} gives up on this text. Use another.") from None
+        yield np.array(ids, dtype=np.int64)
 
 
 def _segments(texts: Iterable[str]) -> Iterator[str]:

@@ -84,7 +84,7 @@ def load_checkpoint(path: Path, device: str | torch.device = "cpu") -> Checkpoin
         checkpoint = Checkpoint(path, network.to(device).eval(), tokenizer, int(entry["step"]), validation)
         checkpoint.describe()  # which needs all of it
     except (UserError, AttributeError, KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-        reason = str(error).split("\n")[0]
+        reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"{path} does not fit this version of the project ({reason}). Train again, or use another."
         ) from error
@@ -104,6 +104,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     refuse_unsafe(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(content, dict):
+            raise TypeError("no dictionary")
         entry = content["gpt"]
         weights = {
             name.removeprefix(NETWORK_PREFIX): tensor
@@ -111,7 +113,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
             if name.startswith(NETWORK_PREFIX)
         }
     except (pickle.UnpicklingError, RuntimeError, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{path} is no checkpoint written by train.py, or it is damaged.") from error
+        raise UserError(
+            f"{path} is no checkpoint written by train.py, or it is damaged. Use another, or train one: python train.py"
+        ) from error
     return entry, weights
 
 

@@ -27,10 +27,8 @@ def write_safetensors(path: Path, entry: dict[str, Any], weights: dict[str, torc
         weights: the network's state_dict. Tensors that share memory are written once each; loading ties them again.
 
     Raises:
-        UserError: another suffix, or a place that cannot be written.
+        UserError: a place that cannot be written.
     """
-    if path.suffix != SUFFIX:
-        raise UserError(f"export is {str(path)!r}, but must end in {SUFFIX}.")
     content = save(
         {name: tensor.cpu().clone().contiguous() for name, tensor in weights.items()},
         {name: json.dumps(entry[name]) for name in ENTRIES},
