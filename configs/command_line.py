@@ -160,11 +160,20 @@ def quiet_end() -> Iterator[None]:
         write_nowhere(sys.stdout, sys.stderr)
         sys.exit(0)
     except OSError as error:
-        if error.filename is not None:  # some other file
+        if not _fails(sys.stdout):  # it was another file
             raise
         write_nowhere(sys.stdout)
         print(f"error: the output cannot be written: {error.strerror}. Make room, or write elsewhere.", file=sys.stderr)
         sys.exit(2)
+
+
+def _fails(stream: TextIO) -> bool:
+    """Whether not even a line's end can be written: flushing again would not tell, what failed is forgotten."""
+    try:
+        os.write(stream.fileno(), b"\n")
+    except OSError:
+        return True
+    return False
 
 
 def write_nowhere(*streams: TextIO) -> None:

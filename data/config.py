@@ -27,7 +27,8 @@ class DataConfig:
     """Validations during training predict so many tokens, evenly spread over the split; None is all of them.
     The final figure is always over the whole split."""
     cache_dir: str | None = None
-    """Where learned merges and encoded text are kept; None is `.cache` in the project."""
+    """Where learned merges and encoded text are kept, the 64 files used last; None is `.cache` in the project.
+    It can be deleted at any time."""
 
     def __post_init__(self):
         for name, default in (("corpus", "Shakespeare"), ("cache_dir", ".cache")):

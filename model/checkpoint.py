@@ -101,9 +101,11 @@ def _refuse_larger(config: GPTConfig, weights: dict[str, torch.Tensor]) -> None:
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     if not path.is_file():
         raise UserError(f"There is no checkpoint {path}. Train one with: python train.py")
-    refuse_unsafe(path)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with path.open("rb") as file:
+            refuse_unsafe(path, file)
+            file.seek(0)
+            content = torch.load(file, map_location="cpu", weights_only=True)
         if not isinstance(content, dict):
             raise TypeError("no dictionary")
         entry = content["gpt"]

@@ -43,10 +43,15 @@ class Refused(Exception):
     """Not what torch.save writes for plain values; args[0] says why."""
 
 
-def refuse_unsafe(path: Path) -> None:
-    """Raises UserError for a file that is damaged, or that holds more than plain values and tensors."""
+def refuse_unsafe(path: Path, file: BinaryIO) -> None:
+    """Raises UserError for a file that is damaged, or that holds more than plain values and tensors.
+
+    Args:
+        path: its name, for the message.
+        file: what PyTorch is going to read, from its start to its end.
+    """
     try:
-        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+        with zipfile.ZipFile(file) as archive:
             _refuse_other_ends(file)
             sizes = _checked_sizes(archive)
             content = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
@@ -141,6 +146,8 @@ class _Dry(pickle.Unpickler):
         kind, bytes_a_number, key, _, count = pid
         if kind != "storage" or type(bytes_a_number) is not int or type(count) is not int:
             raise Refused("its tensors have data of an unknown kind")
+        if key not in self.sizes:
+            raise Refused("a tensor's data are not in it")
         if count < 0 or count * bytes_a_number != self.sizes[key]:
             raise Refused(f"a tensor claims {count:,} numbers, the file has {self.sizes[key]:,} bytes of them")
         return _Inert(count)
