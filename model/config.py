@@ -114,6 +114,9 @@ class GPTConfig:
                 raise UserError(f"model.{name} is {value}, but must be at least 1.")
             if value is not None and value > LARGEST:
                 raise UserError(f"model.{name} is {value}, but must be at most {LARGEST:,}.")
+        for name in ("norm_affine", "bias", "qk_norm", "embedding_norm", "tied_embeddings"):
+            if type(getattr(self, name)) is not bool:
+                raise UserError(f"model.{name} is {getattr(self, name)!r}, but must be true or false.")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:

@@ -255,6 +255,7 @@ def changes(canary: Path) -> dict[str, dict]:
         "a _target_ for the tokenizer": {"tokenizer": call},
         "a _target_ for the figures": {"validation": call},
         "a resolver": {"model": {"vocab_size": "${oc.env:HOME}"}},
+        "a resolver as a switch": {"model": {"vocab_size": 256, "bias": "${oc.env:HOME}"}},
         "a network of 10^12 weights": {"model": {"vocab_size": HUGE}},
         "10^9 layers": {"model": {"vocab_size": 256, "num_layers": 10**9}},
         "a context of 10^7": {"model": {"vocab_size": 256, "context_length": 10**7, "positions": "rope"}},
