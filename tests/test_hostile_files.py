@@ -223,8 +223,7 @@ def test_archive_whose_entry_occurs_twice_is_refused(refuse, tmp_path):
 
 def test_what_a_run_writes_is_let_through(tiny_run):
     for name in ("best.ckpt", "last.ckpt"):
-        path = tiny_run.path / "checkpoints" / name
-        refuse_unsafe(path, BytesIO(path.read_bytes()))
+        assert load_checkpoint(tiny_run.path / "checkpoints" / name).step > 0
 
 
 def test_every_flipped_bit_is_noticed(tmp_path, good):
