@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train sample see lessons board test lint bench clean
+.PHONY: help train sample see lessons board test lint audit bench clean
 
 help:        ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -36,6 +36,11 @@ test: $(VENV)/.dev   ## run the test suite
 lint: $(VENV)/.dev   ## check style
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+
+audit: $(VENV)/.run   ## look up what is installed among known vulnerabilities; needs the network
+	@test -x $(VENV)/audit/bin/pip-audit || $(PYTHON) -m venv $(VENV)/audit
+	@$(VENV)/audit/bin/python -m pip install -q --upgrade pip-audit
+	@$(VENV)/audit/bin/pip-audit --path "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
 see: $(VENV)/.run   ## look at a model's attention; more with ARGS='prompt="Orange is my favorite fruit" png=maps.png'
 	@$(BIN)/python -m model.see $(ARGS)

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
@@ -33,15 +34,25 @@ def main(config: DictConfig) -> None:
     prompt = read_prompt(config)
     if config.mode == "interactive" and prompt:
         raise UserError("mode=interactive reads prompts line by line. Leave prompt and prompt_file out.")
+    if config.export is not None and (prompt or config.mode != "write"):
+        raise UserError("export only keeps the network. Leave prompt, prompt_file and mode out.")
+    if config.export is not None and not config.export.endswith(".safetensors"):
+        raise UserError(f"export is {config.export!r}, but must end in .safetensors.")
+    if config.mode == "score" and not prompt:
+        raise UserError('There is no text to score. Give one: prompt="To be, or not", or prompt_file=poem.txt')
 
     from model.checkpoint import find_checkpoint, load_checkpoint
     from model.writing import score_text
 
     device = pick_device(config.device)
     checkpoint = load_checkpoint(find_checkpoint(config.checkpoint, config.runs_dir), device)
+    if config.export is not None:
+        checkpoint.export(Path(config.export))
     print(checkpoint.describe(), file=sys.stderr)
     as_json = config.format == "jsonl"
-    if config.mode == "write":
+    if config.export is not None:
+        print(f"exported: {config.export}", file=sys.stderr)
+    elif config.mode == "write":
         write_samples(checkpoint, prompt, sampling, as_json)
     elif config.mode == "interactive":
         converse(checkpoint, sampling, as_json)
@@ -66,8 +77,17 @@ def write_samples(checkpoint: Checkpoint, prompt: str, config: SamplingConfig, a
             begun = sample.index
             if config.num_samples > 1:
                 print(f"\n--- sample {begun - first + 1} ---")
-            print(prompt, end="")
-        print(piece, end="\n" if sample.finish else "", flush=True)
+            print(harmless(prompt), end="")
+        print(harmless(piece), end="\n" if sample.finish else "", flush=True)
+
+
+def harmless(text: str) -> str:
+    """For a terminal, control characters as pictures of them: a model must not move its cursor or change its title."""
+    if not sys.stdout.isatty():
+        return text
+    return "".join(chr(0x2400 + ord(char)) if char < " " and char not in "\n\t" else char for char in text).translate(
+        {code: "\ufffd" for code in range(0x7F, 0xA0)}
+    )
 
 
 def converse(checkpoint: Checkpoint, config: SamplingConfig, as_json: bool) -> None:
@@ -108,7 +128,7 @@ def coloured(checkpoint: Checkpoint, scores: Scores) -> str:
     decoder, pieces = StreamDecoder(checkpoint.tokenizer), []
     for token, logprob in zip(scores.tokens, scores.logprobs, strict=True):
         colour = max(colour for colour in COLOURS if colour[0] <= -logprob / math.log(2))[1]
-        pieces.append(f"\033[38;5;{colour}m{decoder.push(token)}")
+        pieces.append(f"\033[38;5;{colour}m{harmless(decoder.push(token))}")
     return "".join(pieces) + "\033[0m"
 
 
@@ -128,7 +148,7 @@ def pick_device(choice: str) -> str:
 if __name__ == "__main__":
     # Text is UTF-8 whatever the locale says.
     sys.stdin.reconfigure(encoding="utf-8", errors="replace")
-    sys.stdout.reconfigure(encoding="utf-8")
-    sys.stderr.reconfigure(encoding="utf-8")
+    sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+    sys.stderr.reconfigure(encoding="utf-8", errors="backslashreplace")
     with quiet_end(), one_line_errors("sample"):
         main(compose("sample", sys.argv[1:]))

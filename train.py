@@ -27,7 +27,9 @@ from configs.errors import UserError
 from configs.run_directory import job_start, log_to, new_run_dir, removed_if_refused, save_config
 from configs.schema import build
 from data.config import DataConfig, TokenizerConfig
+from data.corpus import Corpus, find_files
 from model.config import GPTConfig, OptimizerConfig, SamplingConfig
+from model.memory import refuse_beyond_memory
 
 if TYPE_CHECKING:  # the slow imports are in main: a mistake on the command line is answered before them
     from lightning.pytorch import Trainer
@@ -46,7 +48,11 @@ def main(config: DictConfig) -> None:
     optimizer_config = build(OptimizerConfig, config.optimizer)
     data_config = build(DataConfig, config.data)
     build(TokenizerConfig, config.tokenizer)
-    build(GPTConfig, config.model, vocab_size=1)
+    if not OmegaConf.is_missing(config.model, "vocab_size"):
+        raise UserError("model.vocab_size comes from the tokenizer. Set tokenizer.vocab_size in its place.")
+    refuse_beyond_memory(build(GPTConfig, config.model, vocab_size=1))
+    log_to(None)
+    Corpus(find_files(data_config.corpus), data_config.val_fraction)
     if not 0 <= config.seed < 2**32:
         raise UserError(f"seed is {config.seed}, but must be a whole number from 0 to {2**32 - 1}.")
 
@@ -63,7 +69,7 @@ def main(config: DictConfig) -> None:
     from model.trainer import build_trainer, expected_device, refuse_time_on_several_devices, resolve
 
     keep_freed_memory()
-    log_to(None)
+    log_to(None)  # again: importing Lightning made its own loggers talk
     warnings.filterwarnings("ignore", module="lightning|torch")
     options = resolve(OmegaConf.to_container(config.trainer, resolve=True))
     budget = time_allowed(config)

@@ -6,8 +6,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import TextIO
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -21,11 +22,14 @@ from configs.errors import UserError
 from configs.run_directory import started_by_lightning, sweep_removed_if_refused
 
 CONFIG_DIR = Path(__file__).resolve().parent
+# Of Hydra's own settings a run may choose how a sweep goes; the rest would move or run things behind our back.
+HYDRA_KEYS = ("hydra.mode", "hydra.sweeper", "hydra/sweeper", "hydra.launcher", "hydra/launcher", "hydra.verbose")
+# Hydra's flags that read a file which names what to run: a pickle, or YAML with _target_.
+REFUSED_FLAGS = ("config_name", "config_path", "config_dir", "experimental_rerun")
+PROMPT_BYTES = 64 << 20
 # Their values are taken exactly as typed: Hydra would read commas, quotes, = and ${ as its own grammar.
-LITERAL_KEYS = (
-    *("prompt", "prompt_file", "stop", "checkpoint", "token", "data.corpus", "data.cache_dir", "runs_dir"),
-    *("png", "html", "logdir"),
-)
+PATH_KEYS = ("prompt_file", "export", "runs_dir", "png", "html", "logdir")
+LITERAL_KEYS = ("prompt", "stop", "token", "checkpoint", "data.corpus", "data.cache_dir", *PATH_KEYS)
 
 
 def run(task: Callable[[DictConfig], None], config_name: str) -> None:
@@ -39,17 +43,30 @@ def run(task: Callable[[DictConfig], None], config_name: str) -> None:
         @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=config_name)
         def job(config: DictConfig) -> None:
             with one_line_errors(config_name), sweep_removed_if_refused():  # here too: Hydra would print a line first
+                composed.append(config)
                 refuse_unknown(config, config_name)
                 task(config)
 
-        job()
+        composed: list[DictConfig] = []
+        try:
+            job()
+        except Exception as error:
+            if composed:
+                raise
+            raise UserError(explain(error, config_name)) from error
 
 
 def compose(config_name: str, overrides: list[str]) -> DictConfig:
-    """The config alone, without Hydra's run directory or sweeps."""
+    """The config alone, without Hydra's run directory or sweeps. Raises UserError."""
     schema.register()
-    with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        return hydra.compose(config_name, [as_literal(override) for override in overrides])
+    overrides = [as_literal(override) for override in overrides]
+    try:
+        with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+            config = hydra.compose(config_name, overrides)
+    except Exception as error:  # of what kind, Hydra does not promise
+        raise UserError(explain(error, config_name)) from error
+    refuse_unknown(config, config_name)
+    return config
 
 
 def read_prompt(config: DictConfig) -> str:
@@ -57,13 +74,13 @@ def read_prompt(config: DictConfig) -> str:
     if config.prompt is not None and config.prompt_file is not None:
         raise UserError("prompt and prompt_file are both given. Leave one out.")
     if config.prompt_file is None:
-        prompt = config.prompt or ""
-        if not prompt.isascii() and any("\ud800" <= char <= "\udfff" for char in prompt):  # bytes Python cannot read
-            raise UserError("prompt is not UTF-8. Convert it to UTF-8.")
-        return prompt
+        return config.prompt or ""
     name = config.prompt_file
     try:
-        content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        with nullcontext(sys.stdin.buffer) if name == "-" else open(name, "rb") as file:
+            content = file.read(PROMPT_BYTES + 1)
+        if len(content) > PROMPT_BYTES:
+            raise UserError(f"prompt_file {name} has more than {PROMPT_BYTES >> 20} MB. Give a shorter text.")
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"prompt_file {name} is not UTF-8 at byte {error.start}. Convert it to UTF-8.") from error
@@ -77,17 +94,36 @@ def flags_first(arguments: list[str]) -> list[str]:
 
     settings = [argument for argument in arguments if re.match(r"[^-][^=]*=|~", argument)]
     flags = [argument for argument in arguments if argument not in settings]
-    _, unknown = get_args_parser().parse_known_args(flags)
+    parser = get_args_parser()
+    parser.error = _refuse_flag  # argparse itself would print how to use all flags
+    known, unknown = parser.parse_known_args(flags)
     if unknown:
         raise UserError(f"{unknown[0]!r} is no option: write key=value, for example model.num_heads=8.")
+    for name in REFUSED_FLAGS:
+        if getattr(known, name) is not None:
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} is not taken here. Put a file of settings into configs/experiment/.")
     return flags + settings
+
+
+def _refuse_flag(message: str) -> None:
+    raise UserError(f"{message}. Write key=value, for example model.num_heads=8.")
 
 
 def as_literal(argument: str) -> str:
     """Quotes the value of a key whose text must reach us as it is; other arguments stay. Raises UserError."""
+    if not argument.isascii() and any("\ud800" <= char <= "\udfff" for char in argument):  # bytes Python cannot read
+        raise UserError(f"{argument.partition('=')[0]!r} or its value is not UTF-8. Convert it, or rename the file.")
     key, equals, value = argument.partition("=")
-    if key in schema.GROUPS and value == "null":
-        raise UserError(f"{argument} leaves the run without a {key}. Choose one: configs/{key}/ has them.")
+    if re.match(r"[+~]*hydra\b", key) and not key.lstrip("+~").startswith(HYDRA_KEYS):
+        raise UserError(f"{argument} is not for a run to set. runs_dir=DIRECTORY says where runs go.")
+    if not key.strip("+~ "):
+        raise UserError(f"{argument!r} is no setting: write key=value, for example model.num_heads=8.")
+    group = key.lstrip("+")
+    if group in (*schema.GROUPS, "experiment") and re.fullmatch(r"null|true|false|[-+\d.e]+", value):
+        raise UserError(f"{argument} is no choice of {group}. Choose one: configs/{group}/ has them.")
+    if key in PATH_KEYS and value == "" and equals:
+        raise UserError(f"{key} is empty. Give a path, or leave it out.")
     if not equals or key not in LITERAL_KEYS or (value == "null" and key != "prompt"):
         return argument
     if value == "???":  # OmegaConf's mark of a missing value
@@ -110,7 +146,10 @@ def one_line_errors(config_name: str) -> Iterator[None]:
 
 @contextmanager
 def quiet_end() -> Iterator[None]:
-    """Ctrl-C ends the process with exit code 130, a reader that has had enough of its output with 0; both silently."""
+    """Ctrl-C ends the process with exit code 130, a reader that has had enough of its output with 0; both silently.
+
+    Where the output cannot be written, because its disk is full, one line says so.
+    """
     try:
         yield
         sys.stdout.flush()
@@ -118,22 +157,43 @@ def quiet_end() -> Iterator[None]:
         print()
         sys.exit(130)
     except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream in (sys.stdout, sys.stderr):  # what they still hold would fail again at the end
-            os.dup2(nowhere, stream.fileno())
+        write_nowhere(sys.stdout, sys.stderr)
         sys.exit(0)
+    except OSError as error:
+        if not _fails(sys.stdout):  # it was another file
+            raise
+        write_nowhere(sys.stdout)
+        print(f"error: the output cannot be written: {error.strerror}. Make room, or write elsewhere.", file=sys.stderr)
+        sys.exit(2)
+
+
+def _fails(stream: TextIO) -> bool:
+    """Whether not even a line's end can be written: flushing again would not tell, what failed is forgotten."""
+    try:
+        os.write(stream.fileno(), b"\n")
+    except OSError:
+        return True
+    return False
+
+
+def write_nowhere(*streams: TextIO) -> None:
+    """What these streams still hold, and what comes, is lost: it would fail again at the end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams:
+        os.dup2(nowhere, stream.fileno())
 
 
 def explain(error: Exception, config_name: str) -> str:
     """Hydra's or OmegaConf's complaint in one line: the value, what was expected, how to mend it."""
-    text = str(error).strip()
+    text, _, where = str(error).strip().partition("\n    full_key: ")  # OmegaConf's way to say which key
     cause = " ".join(str(error.__cause__ or "").split("\n    full_key")[0].split())
     if match := re.search(r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'", text):
         return unknown_key(match[1], config_name)
     if match := re.search(r"Error merging override (.+)", text):
         return f"{match[1]} has a value of the wrong type: {cause}."
     if match := re.search(r"Ambiguous value for argument '([^']+)'", text):
-        return f"{match[1]} lists several values: add -m to sweep over them, or give one."
+        sweep = "add -m to sweep over them, or " if config_name == "train" else ""
+        return f"{match[1]} lists several values: {sweep}give one."
     if isinstance(error, MissingConfigException) and error.options:
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
         options = [option for option in error.options if option != "schema"]
@@ -142,7 +202,17 @@ def explain(error: Exception, config_name: str) -> str:
         return f"{error.override!r} is no setting: write key=value, for example model.num_heads=8."
     if isinstance(error, ConfigCompositionException) and cause:
         text += f" ({cause})"
-    return " ".join(text.split("See https")[0].split())
+    said = " ".join(text.split("See https")[0].split())
+    return f"{where.split()[0]}: {said}. Give a plain value." if where else said
+
+
+def refuse_missing(config: DictConfig, config_name: str) -> None:
+    """Raises UserError for a key of the config that ~key or key=??? took away."""
+    keys = [f.name for f in dataclasses.fields(schema.ROOTS[config_name])]
+    missing = sorted({key for key in keys if key not in config} | OmegaConf.missing_keys(config))
+    for key in missing:
+        if key != "model.vocab_size":  # which comes from the tokenizer
+            raise UserError(f"{key} has no value. Give one, or leave it out for the default.")
 
 
 def refuse_unknown(config: DictConfig, config_name: str) -> None:
@@ -151,11 +221,15 @@ def refuse_unknown(config: DictConfig, config_name: str) -> None:
     for key in config:
         if key not in known:
             raise UserError(unknown_key(str(key), config_name))
+    refuse_missing(config, config_name)
 
 
 def unknown_key(key: str, config_name: str) -> str:
     """Names the keys nearest to one that does not exist."""
-    near = difflib.get_close_matches(key, known_keys(config_name), n=3)
+    known = known_keys(config_name)
+    if key in known:
+        return f"{key} cannot be set: another setting took {key.rpartition('.')[0] or key} away. Leave one out."
+    near = difflib.get_close_matches(key, known, n=3)
     mend = f"Did you mean {' or '.join(near)}?" if near else f"configs/{config_name}.yaml lists the keys."
     return f"{key} is no key of the config. {mend}"
 

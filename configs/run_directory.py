@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -60,8 +60,15 @@ def removed_if_refused(run_dir: Path) -> Iterator[None]:
         yield
     except UserError:
         log_to(None)
-        shutil.rmtree(run_dir, ignore_errors=True)
+        remove(run_dir)
         raise
+
+
+def remove(run_dir: Path) -> None:
+    """Takes a directory away with all in it, and the one it was made in where nothing else is there."""
+    shutil.rmtree(run_dir, ignore_errors=True)
+    with suppress(OSError):  # it has other runs
+        run_dir.parent.rmdir()
 
 
 @contextmanager
@@ -72,7 +79,7 @@ def sweep_removed_if_refused() -> Iterator[None]:
     except UserError:
         hydra = HydraConfig.get()
         if hydra.mode == RunMode.MULTIRUN and not any(path.is_dir() for path in Path(hydra.sweep.dir).iterdir()):
-            shutil.rmtree(hydra.sweep.dir)
+            remove(Path(hydra.sweep.dir))
         raise
 
 
@@ -133,8 +140,11 @@ def log_to(run_dir: Path | None) -> None:
 
 class _Screen(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record))
-        sys.stdout.flush()  # a pipe or a file would keep the line until the end
+        try:
+            tqdm.write(self.format(record))
+            sys.stdout.flush()  # a pipe or a file would keep the line until the end
+        except OSError:  # nobody reads any more, or the disk is full: the run goes on, train.log has its lines
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 _job_starts: list[float] = []

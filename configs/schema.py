@@ -56,6 +56,7 @@ class SampleSchema(_thawed(SamplingConfig)):
     prompt: str | None = MISSING
     prompt_file: str | None = MISSING
     checkpoint: str | None = MISSING
+    export: str | None = MISSING
     mode: str = MISSING
     format: str = MISSING
     device: str = MISSING

@@ -1,10 +1,12 @@
 """Every default of the data, once. Imports nothing slow, so that a mistake is refused at once."""
 
+import math
 from dataclasses import dataclass
 
 from configs.errors import UserError
 
 MAX_VOCAB_SIZE = 1_000_000
+MAX_BATCH_SIZE = 1 << 20
 # The default vocabulary is the largest power of two with so much text a token, within these bounds: 2,048 for the
 # embedded text, the best measured there (docs/EXPERIMENTS.md); for other lengths a guess.
 BYTES_OF_TEXT_A_TOKEN = 1500
@@ -25,7 +27,8 @@ class DataConfig:
     """Validations during training predict so many tokens, evenly spread over the split; None is all of them.
     The final figure is always over the whole split."""
     cache_dir: str | None = None
-    """Where learned merges and encoded text are kept; None is `.cache` in the project."""
+    """Where learned merges and encoded text are kept, the 64 files used last; None is `.cache` in the project.
+    It can be deleted at any time."""
 
     def __post_init__(self):
         for name, default in (("corpus", "Shakespeare"), ("cache_dir", ".cache")):
@@ -35,7 +38,7 @@ class DataConfig:
         fraction = self.val_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < 1:
             raise UserError(f"data.val_fraction is {fraction!r}; it must lie between 0 and 1, e.g. 0.1.")
-        check_at_least(1, "data.batch_size", self.batch_size)
+        check_at_least(1, "data.batch_size", self.batch_size, most=MAX_BATCH_SIZE)
         if self.val_tokens is not None:
             check_at_least(1, "data.val_tokens", self.val_tokens)
 
@@ -68,7 +71,8 @@ def vocab_size_for(num_bytes: int) -> int:
     return min(most, max(least, 1 << (num_bytes // BYTES_OF_TEXT_A_TOKEN).bit_length() >> 1))
 
 
-def check_at_least(least: int, name: str, value: object) -> None:
-    """Raises UserError unless the value is a whole number of at least `least`."""
-    if type(value) is not int or value < least:
-        raise UserError(f"{name} is {value!r}; it must be a whole number of at least {least}.")
+def check_at_least(least: int, name: str, value: object, most: float = math.inf) -> None:
+    """Raises UserError unless the value is a whole number of at least `least`, and at most `most`."""
+    if type(value) is not int or not least <= value <= most:
+        bound = f" and at most {most:,}" if most < math.inf else ""
+        raise UserError(f"{name} is {value!r}; it must be a whole number of at least {least}{bound}.")

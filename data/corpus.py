@@ -29,10 +29,13 @@ def find_files(corpus: str | None = None) -> list[Path]:
     """
     if corpus is None or corpus == "shakespeare":
         return [SHAKESPEARE]
-    path = Path(corpus).expanduser()
+    try:
+        path = Path(corpus).expanduser()
+    except RuntimeError as error:  # ~name of nobody here
+        raise UserError(f"data.corpus {corpus!r}: {error} Give the whole path.") from None
     try:
         if path.is_file():
-            return [path]
+            return [_text_file(path)]
         found = sorted(file for file in _candidates(path) if file.is_file())
         binary = [file for file in found if _is_binary(file)]
     except OSError as error:
@@ -51,13 +54,20 @@ def _warn(message: str) -> None:
     log.warning("%s", message)
 
 
+def _text_file(file: Path) -> Path:
+    if _is_binary(file):
+        raise UserError(f"{file} is no UTF-8 text: it has NUL bytes. Convert it, e.g. with iconv, or give another.")
+    return file
+
+
 def _candidates(path: Path) -> list[Path]:
     if path.is_dir():
         below = (file.relative_to(path) for file in path.rglob("*"))
         return [path / name for name in below if not any(part.startswith(".") for part in name.parts)]
     if glob.has_magic(str(path)):
         return [Path(name) for name in glob.glob(str(path), recursive=True)]
-    raise UserError(f"data.corpus {str(path)!r} does not exist. Give a text file, a folder or a glob.")
+    wrong = "is no regular file" if path.exists() else "does not exist"  # a device or a pipe can be read once only
+    raise UserError(f"data.corpus {str(path)!r} {wrong}. Give a text file, a folder or a glob.")
 
 
 def _is_binary(file: Path) -> bool:

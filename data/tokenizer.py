@@ -9,22 +9,19 @@ Any text encodes, in time linear in its length, and decodes to itself; special t
 
 import base64
 import codecs
-import contextlib
 import difflib
 import hashlib
 import logging
-import os
-import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import tiktoken
 import tiktoken.load
 
 from configs.errors import UserError
+from data.cache_file import Damaged, checked_size, written_to_cache
 from data.config import TokenizerConfig, vocab_size_for
 from data.corpus import Split
 
@@ -73,9 +70,18 @@ def encode(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
 
 
 def encode_chunks(encoding: tiktoken.Encoding, texts: Iterable[str]) -> Iterator[np.ndarray]:
-    """Ids of the joined `texts` as a row of int64 arrays, however the text was cut into pieces."""
+    """Ids of the joined `texts` as a row of int64 arrays, however the text was cut into pieces.
+
+    Raises UserError where the pattern, which then is none of ours, gives up.
+    """
     for segment in _segments(texts):
-        yield np.array(encoding.encode_ordinary(segment), dtype=np.int64)
+        try:
+            ids = encoding.encode_ordinary(segment)
+        except BaseException as error:  # a panic in tiktoken's Rust is no Exception
+            if type(error).__name__ != "PanicException":
+                raise
+            raise UserError(f"The pattern of tokenizer {encoding.name} gives up on this text. Use another.") from None
+        yield np.array(ids, dtype=np.int64)
 
 
 def _segments(texts: Iterable[str]) -> Iterator[str]:
@@ -171,6 +177,8 @@ def from_plain(plain: dict) -> tiktoken.Encoding:
     try:
         name, pattern, ranks = plain["name"], plain["pattern"], _parse_merges(plain["merges"])
         special_tokens = {token: token_id for token, token_id in plain["special_tokens"]}
+        if not name.isprintable():  # it is shown
+            raise ValueError("its name has control characters")
         if ranks.keys() & {token.encode() for token in special_tokens}:
             raise ValueError("a special token is also an ordinary one")
         if set(ranks.values()) & set(special_tokens.values()):
@@ -213,13 +221,13 @@ def _cached_merges(vocab_size: int, split: Split, cache_dir: Path) -> dict[bytes
     key = hashlib.sha256(f"1\n{split.sha256}\n{vocab_size}\n{BPE_PATTERN}".encode()).hexdigest()[:16]
     path = cache_dir / f"bpe-{key}.txt"
     try:
-        return _parse_merges(path.read_text(encoding="utf-8"))
+        return _parse_merges(path.read_bytes()[: checked_size(path)].decode())
     except FileNotFoundError:
         pass
-    except (OSError, ValueError) as error:
+    except (Damaged, OSError, ValueError) as error:
         log.info("%s is damaged (%s): learning the merges again", path, error)
     ranks = _train_merges(vocab_size, split)
-    with written_atomically(path) as f:
+    with written_to_cache(path) as f:
         f.write(_format_merges(ranks).encode())
     return ranks
 
@@ -245,31 +253,6 @@ def _first_bytes(texts: Iterable[str], num_bytes: int) -> Iterator[str]:
             return
         yield text
         num_bytes -= len(text.encode())
-
-
-@contextlib.contextmanager
-def written_atomically(path: Path) -> Iterator[BinaryIO]:
-    """A file that is at `path` complete or not at all, also if two processes write it at once.
-
-    Raises UserError, naming the directory, if it cannot be written.
-    """
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as f:
-            temporary = Path(f.name)
-            yield f
-            f.flush()
-            os.fsync(f.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        raise UserError(
-            f"Cannot write to the cache {path.parent}: {error.strerror or error}. Make room or grant access, "
-            "or set data.cache_dir to another directory."
-        ) from None
-    finally:
-        if temporary:
-            temporary.unlink(missing_ok=True)
 
 
 # tiktoken's own encodings

@@ -267,7 +267,8 @@ class Snapshots(Callback):
 
         start = self.passage[:1]
         text = module.tokenizer.decode(start + list(generate(network, start, self.SAMPLING)))
-        writer.add_text("writing", "\n".join("    " + line for line in text.split("\n")), step)  # a code block
+        # A code block, in which Markdown and HTML are text. Markdown counts \r as a new line too.
+        writer.add_text("writing", "\n".join("    " + line for line in text.splitlines()), step)
 
 
 def attention_of(network: GPT, ids: Tensor) -> Tensor:

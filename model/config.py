@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from configs.errors import UserError
 
+LARGEST = 1 << 24  # of any of a network's sizes: beyond it not even the messages come in time
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -106,8 +108,15 @@ class GPTConfig:
             "bigram_rows",
         ):
             value = getattr(self, name)
+            if value is not None and type(value) is not int:  # a checkpoint's entry can be anything
+                raise UserError(f"model.{name} is {value!r}, but must be a whole number.")
             if value is not None and value < 1:
                 raise UserError(f"model.{name} is {value}, but must be at least 1.")
+            if value is not None and value > LARGEST:
+                raise UserError(f"model.{name} is {value}, but must be at most {LARGEST:,}.")
+        for name in ("norm_affine", "bias", "qk_norm", "embedding_norm", "tied_embeddings"):
+            if type(getattr(self, name)) is not bool:
+                raise UserError(f"model.{name} is {getattr(self, name)!r}, but must be true or false.")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import psutil
 
+from configs.errors import UserError
+from model.config import GPTConfig
+from model.cost import matrix_weights
+
 
 def memory_mb(device_type: str = "cpu") -> float:
     """Memory taken now: tensors on a GPU, the whole process on a CPU."""
@@ -50,3 +54,20 @@ def peak_memory_mb(device_type: str = "cpu") -> float:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**20 if sys.platform == "darwin" else peak / 1024  # macOS counts bytes, others KiB
+
+
+def least_weights(config: GPTConfig) -> int:
+    """Weights of a network without its vectors, from its shape alone."""
+    rows = (config.bigram_rows or 0) + config.context_length * (config.positions == "learned")
+    return matrix_weights(config) + rows * config.d_model
+
+
+def refuse_beyond_memory(config: GPTConfig) -> None:
+    """Raises UserError for a network whose weights alone, in float32, are more than this machine's memory."""
+    weights = least_weights(config)
+    needed_gb, there_gb = 4 * weights / 2**30, psutil.virtual_memory().total / 2**30
+    if needed_gb > there_gb:
+        raise UserError(
+            f"model: {weights:,} weights take {needed_gb:,.0f} GB, but this machine has {there_gb:,.0f}. "
+            "Lower model.num_layers, model.d_model, model.mlp_hidden, model.bigram_rows or model.context_length."
+        )

@@ -145,7 +145,7 @@ def _padded(text: str, width: int) -> str:
 
 if __name__ == "__main__":
     # Text is UTF-8 whatever the locale says.
-    sys.stdout.reconfigure(encoding="utf-8")
-    sys.stderr.reconfigure(encoding="utf-8")
+    sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+    sys.stderr.reconfigure(encoding="utf-8", errors="backslashreplace")
     with one_line_errors("see"):
         main(compose("see", sys.argv[1:]))

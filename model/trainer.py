@@ -1,6 +1,7 @@
 """Lightning's Trainer from the `trainer` group of the config: times such as 5m, and `auto`."""
 
 import inspect
+import math
 import re
 from collections.abc import Mapping
 from datetime import timedelta
@@ -18,7 +19,13 @@ _REFUSED = {
     "fast_dev_run": "Use trainer.max_steps=1 for a short run.",
     "logger": "A run always writes TensorBoard events.",
     "callbacks": "train.py lists them.",
+    "default_root_dir": "Use runs_dir=DIRECTORY.",
+    "enable_checkpointing": "The best checkpoint is what a run is for.",
+    "num_sanity_val_steps": "The first validation comes early enough: validations=5.",
+    "enable_model_summary": "train.py says what is trained.",
+    "barebones": "Use python -m benchmarks.training_speed to measure.",
 }
+_COUNTS = ("max_steps", "max_epochs", "min_steps", "min_epochs", "accumulate_grad_batches", "log_every_n_steps")
 
 
 def build_trainer(options: dict[str, Any], validations: int, batches_per_epoch: int, **ours: Any) -> Trainer:
@@ -35,10 +42,16 @@ def build_trainer(options: dict[str, Any], validations: int, batches_per_epoch: 
         options["val_check_interval"] = every(options, validations, batches_per_epoch)
     elif isinstance(options["val_check_interval"], float):  # a share of an epoch
         options["val_check_interval"] = max(1, round(options["val_check_interval"] * batches_per_epoch))
+    share = options.get("limit_train_batches")
+    if isinstance(share, float) and share * batches_per_epoch < 1:
+        raise UserError(
+            f"trainer.limit_train_batches is {share}, which of {batches_per_epoch:,} batches an epoch leaves none. "
+            f"Use at least {1 / batches_per_epoch:.2g}."
+        )
     options["check_val_every_n_epoch"] = None  # count batches of the run, so that an interval may exceed an epoch
     try:
         return Trainer(**ours, **options)
-    except (MisconfigurationException, TypeError, ValueError, RuntimeError) as error:
+    except (MisconfigurationException, TypeError, ValueError, RuntimeError, ImportError) as error:
         raise UserError(f"trainer: {' '.join(str(error).split())}") from error
 
 
@@ -64,11 +77,24 @@ def resolve(options: dict[str, Any]) -> dict[str, Any]:
             raise UserError(f"trainer.{name} cannot be set. {mend}")
     if options.get("limit_val_batches") == 0:
         raise UserError("trainer.limit_val_batches is 0, but the best checkpoint is chosen by validation.")
-    for name in ("max_steps", "max_epochs", "accumulate_grad_batches", "log_every_n_steps"):
+    for name in _COUNTS:
         value = options.get(name)
         if value not in (None, -1) and (type(value) is not int or value < 1):
             raise UserError(f"trainer.{name} is {value!r}, but must be a whole number of at least 1.")
-    options = {"max_epochs": -1, **options}
+    clip = options.get("gradient_clip_val")
+    if isinstance(clip, int | float) and not 0 <= clip < math.inf:
+        raise UserError(f"trainer.gradient_clip_val is {clip}, but must be above 0, for example 1.0; null is off.")
+    for name in ("limit_train_batches", "limit_val_batches", "val_check_interval"):
+        value = options.get(name)
+        if isinstance(value, int | float) and not (0 < value <= 1 or (type(value) is int and value > 1)):
+            raise UserError(
+                f"trainer.{name} is {value}, but must be a number of batches, at least 1, or a share up to 1.0."
+            )
+    options = {
+        "max_epochs": -1,
+        **options,
+        "max_steps": -1 if options.get("max_steps") is None else options["max_steps"],
+    }
     bounded = _given(options, "max_steps") or _given(options, "max_epochs")
     if options.get("max_time") == "auto":
         options["max_time"] = None  # budget decides

@@ -4,11 +4,14 @@ import json
 import logging
 import os
 import random
+import re
+import shutil
 import subprocess
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,6 +32,12 @@ torch.set_num_threads(1)
 job_start()
 
 PROJECT = Path(__file__).resolve().parents[1]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+CHROMIUM_FLAGS = (
+    "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --disable-dev-shm-usage --no-proxy-server --window-size=1300,900"
+)
 SHAPE = (
     "model.num_layers=2",
     "model.num_heads=2",
@@ -247,3 +256,55 @@ def events() -> Callable[[Path], object]:
         return accumulator
 
     return read
+
+
+@pytest.fixture(scope="session")
+def board(clean_environment) -> Iterator[Callable[[Path], str]]:
+    """board(directory) is the address of a TensorBoard that shows it."""
+    processes = []
+
+    def served(directory: Path) -> str:
+        command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(directory), "--port", "0"]
+        process = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--load_fast=false", "--samples_per_plugin", "images=100"],
+            env=clean_environment | {"TF_CPP_MIN_LOG_LEVEL": "3"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        deadline = threading.Timer(60, process.kill)  # then the pipe closes, and the test fails
+        deadline.start()
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if match := re.search(r"http://127\.0\.0\.1:\d+", line):
+                deadline.cancel()
+                return match[0]
+        pytest.fail("".join(lines))
+
+    yield served
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
+    """Chromium, without a window. Skips where there is none, which with REQUIRE_BROWSER set is a failure."""
+    if not (CHROMIUM and DRIVER):
+        reason = "needs chromium and chromedriver (on Debian: apt-get install chromium chromium-driver)"
+        if os.environ.get("REQUIRE_BROWSER"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in (*CHROMIUM_FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()

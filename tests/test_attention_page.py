@@ -1,9 +1,7 @@
 """The page in a real browser: what one sees when pointing at a token is the tensor, and nothing else happens."""
 
 import json
-import os
 import re
-import shutil
 import time
 
 import numpy as np
@@ -12,13 +10,6 @@ import torch
 
 from model.attention_page import attention_page, embeddable
 from model.colors import SCALE, color_rows
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-FLAGS = (
-    "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --disable-dev-shm-usage --window-size=1300,900"
-)
 
 
 def random_maps(layers: int, heads: int, T: int) -> np.ndarray:
@@ -29,25 +20,6 @@ def random_maps(layers: int, heads: int, T: int) -> np.ndarray:
 
 WORDS = ["Orange", "·is", "·my", "·favorite", "↵", "·fruit", "."]
 MAPS = random_maps(2, 3, len(WORDS))
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    if not (CHROMIUM and DRIVER):
-        reason = "needs chromium and chromedriver (on Debian: apt-get install chromium chromium-driver)"
-        if os.environ.get("REQUIRE_BROWSER"):
-            pytest.fail(reason)
-        pytest.skip(reason)
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in (*FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
-    yield driver
-    driver.quit()
 
 
 @pytest.fixture

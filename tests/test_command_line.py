@@ -9,11 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hydra.core.global_hydra import GlobalHydra
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
-from configs.command_line import compose
+from configs.command_line import compose, run
 from configs.run_directory import make_new_dir
+from configs.schema import build
+from data.config import DataConfig, TokenizerConfig
+from model.config import GPTConfig, OptimizerConfig
 
 PROJECT = Path(__file__).resolve().parents[1]
 
@@ -178,8 +183,8 @@ def test_wrong_value_among_defaults_is_refused_with_what_would_work(refuse, argu
 
 
 @pytest.mark.parametrize("value", ["0", "-2", "0.5", "false", "many"])
-def test_accumulation_that_would_train_nothing_is_refused(refuse, value):
-    error = refuse("train", NOWHERE, f"trainer.accumulate_grad_batches={value}")
+def test_accumulation_that_would_train_nothing_is_refused(refuse, text_file, value):
+    error = refuse("train", f"data.corpus={text_file}", f"trainer.accumulate_grad_batches={value}")
     assert "trainer.accumulate_grad_batches is" in error and "at least 1" in error
 
 
@@ -306,3 +311,50 @@ def test_relative_paths_mean_the_same_in_every_job_of_a_sweep(train_here, text_f
     (sweep,) = (tmp_path / "my_runs").iterdir()
     assert len(list(sweep.glob("*/summary.json"))) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "my_runs", "texts"]
+
+
+# Anything at all
+
+KEYS = ("seed", "model", "model.num_heads", "data.corpus", "trainer.max_time", "budget", "experiment", "hydra.mode")
+pieces = st.text("abnul=0159.,:;+-~*@$#{}[]()<>|&!?'\"\\/ \t\n\0é漢") | st.sampled_from(
+    ["null", "true", "nan", "1e999", "???", "${seed}", "${oc.env:HOME}", "${div:1,0}", "${", "[1,2]", "{a: 1}", "@x"]
+)
+settings_like = st.one_of(
+    pieces,
+    st.builds("{}{}={}".format, st.sampled_from(["", "+", "++", "~"]), st.sampled_from(KEYS) | pieces, pieces),
+)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(settings_like, min_size=1, max_size=3))
+@example(["=5"])
+@example(["model=5"])
+@example(["seed=${div:1,0}"])
+@example(["--experimental-rerun=x"])
+@example(["--config-d=/"])  # argparse takes beginnings of a flag for the flag
+@example(["--info=everything"])
+@example(["hydra.sweeper=5"])
+def test_no_settings_at_all_get_a_librarys_traceback(monkeypatch, capsys, tmp_path, arguments):
+    def task(config):
+        for config_class, group in (
+            (DataConfig, "data"),
+            (TokenizerConfig, "tokenizer"),
+            (OptimizerConfig, "optimizer"),
+        ):
+            build(config_class, config[group])
+        build(GPTConfig, config.model, vocab_size=1)
+        OmegaConf.to_container(config, resolve=True)
+
+    capsys.readouterr()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    try:
+        run(task, "train")
+    except SystemExit as end:
+        assert end.code in (0, 2)
+    except Exception as error:
+        raise AssertionError(f"{arguments} got through to {type(error).__name__}: {error}") from error
+    finally:
+        GlobalHydra.instance().clear()
+    errors = capsys.readouterr().err
+    assert errors == "" or (errors.startswith("error: ") and errors.count("\n") == 1), errors

@@ -4,9 +4,6 @@ import io
 import json
 import os
 import re
-import subprocess
-import sys
-import threading
 import urllib.request
 
 import pytest
@@ -91,64 +88,41 @@ def test_logs_and_checkpoints_are_in_one_directory(tiny_run):
     assert file.parent == tiny_run.path == (file.parent / "checkpoints" / "best.ckpt").parents[1]
 
 
-def test_server_shows_scalars_pictures_text_and_hyperparameters(tiny_run, clean_environment):
-    logdir = tiny_run.path.parent
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logdir), "--port", "0"]
-    process = subprocess.Popen(
-        [*command, "--host", "127.0.0.1", "--load_fast=false", "--samples_per_plugin", "images=100"],
-        env=clean_environment | {"TF_CPP_MIN_LOG_LEVEL": "3"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = threading.Timer(60, process.kill)  # then the pipe closes, and the test fails
-    deadline.start()
-    try:
-        lines = []
-        for line in process.stderr:
-            lines.append(line)
-            if match := re.search(r"http://127\.0\.0\.1:\d+", line):
-                break
-        else:
-            pytest.fail("".join(lines))
+def test_server_shows_scalars_pictures_text_and_hyperparameters(tiny_run, board):
+    address = board(tiny_run.path.parent)
 
-        def ask(path: str, content: dict | None = None):
-            data = None if content is None else json.dumps(content).encode()
-            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-            headers = {"Content-Type": "application/json"}
-            with opener.open(urllib.request.Request(f"{match[0]}/data/{path}", data, headers), timeout=30) as answer:
-                return answer.read()
+    def ask(path: str, content: dict | None = None):
+        data = None if content is None else json.dumps(content).encode()
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        headers = {"Content-Type": "application/json"}
+        with opener.open(urllib.request.Request(f"{address}/data/{path}", data, headers), timeout=30) as answer:
+            return answer.read()
 
-        (run,) = json.loads(ask("runs"))
-        assert run == os.path.basename(tiny_run.dir)
-        scalars = json.loads(ask("plugin/scalars/tags"))[run]
-        assert {"train/loss", "val/loss", "val/bits_per_byte", "lr/muon", "speed/step_ms"} < set(scalars)
-        values = json.loads(ask(f"plugin/scalars/scalars?run={run}&tag=val/loss"))
-        assert [step for _, step, _ in values] == VALIDATIONS
-        assert sorted(json.loads(ask("plugin/images/tags"))[run]) == ["attention", "heads"]
-        images = json.loads(ask(f"plugin/images/images?run={run}&tag=attention&sample=0"))
-        assert [image["step"] for image in images] == VALIDATIONS
-        png = ask("plugin/images/individualImage?" + images[-1]["query"])
-        assert Image.open(io.BytesIO(png)).format == "PNG"
-        (tag,) = json.loads(ask("plugin/text/tags"))[run]
-        writing = json.loads(ask(f"plugin/text/text?run={run}&tag={tag}"))
-        assert [entry["step"] for entry in writing] == VALIDATIONS and "<code>" in writing[-1]["text"]
-        experiment = json.loads(ask("plugin/hparams/experiment", {"experimentName": ""}))
-        names = {info["name"] for info in experiment["hparamInfos"]}
-        assert {"model.num_heads", "model.context_length", "optimizer.lr", "seed", "parameters"} <= names
-        request = {
-            "experimentName": "",
-            "allowedStatuses": ["STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING"],
-            "colParams": [],
-            "startIndex": 0,
-            "sliceSize": 10,
-        }
-        (group,) = json.loads(ask("plugin/hparams/session_groups", request))["sessionGroups"]
-        assert group["hparams"]["model.num_heads"] == 2 and group["hparams"]["model.positions"] == "rope"
-        shown = {value["name"]["tag"]: value["value"] for value in group["metricValues"]}
-        assert shown["final/val_loss"] == pytest.approx(tiny_run.summary["val_nats_per_token"])
-    finally:
-        deadline.cancel()
-        process.kill()
-        process.wait()
-        process.stderr.close()
+    (run,) = json.loads(ask("runs"))
+    assert run == os.path.basename(tiny_run.dir)
+    scalars = json.loads(ask("plugin/scalars/tags"))[run]
+    assert {"train/loss", "val/loss", "val/bits_per_byte", "lr/muon", "speed/step_ms"} < set(scalars)
+    values = json.loads(ask(f"plugin/scalars/scalars?run={run}&tag=val/loss"))
+    assert [step for _, step, _ in values] == VALIDATIONS
+    assert sorted(json.loads(ask("plugin/images/tags"))[run]) == ["attention", "heads"]
+    images = json.loads(ask(f"plugin/images/images?run={run}&tag=attention&sample=0"))
+    assert [image["step"] for image in images] == VALIDATIONS
+    png = ask("plugin/images/individualImage?" + images[-1]["query"])
+    assert Image.open(io.BytesIO(png)).format == "PNG"
+    (tag,) = json.loads(ask("plugin/text/tags"))[run]
+    writing = json.loads(ask(f"plugin/text/text?run={run}&tag={tag}"))
+    assert [entry["step"] for entry in writing] == VALIDATIONS and "<code>" in writing[-1]["text"]
+    experiment = json.loads(ask("plugin/hparams/experiment", {"experimentName": ""}))
+    names = {info["name"] for info in experiment["hparamInfos"]}
+    assert {"model.num_heads", "model.context_length", "optimizer.lr", "seed", "parameters"} <= names
+    request = {
+        "experimentName": "",
+        "allowedStatuses": ["STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING"],
+        "colParams": [],
+        "startIndex": 0,
+        "sliceSize": 10,
+    }
+    (group,) = json.loads(ask("plugin/hparams/session_groups", request))["sessionGroups"]
+    assert group["hparams"]["model.num_heads"] == 2 and group["hparams"]["model.positions"] == "rope"
+    shown = {value["name"]["tag"]: value["value"] for value in group["metricValues"]}
+    assert shown["final/val_loss"] == pytest.approx(tiny_run.summary["val_nats_per_token"])
