@@ -24,7 +24,7 @@ CONFIG_DIR = Path(__file__).resolve().parent
 # Their values are taken exactly as typed: Hydra would read commas, quotes, = and ${ as its own grammar.
 LITERAL_KEYS = (
     *("prompt", "prompt_file", "stop", "checkpoint", "token", "data.corpus", "data.cache_dir", "runs_dir"),
-    *("png", "html", "logdir"),
+    *("png", "html", "logdir", "resume", "init_from"),
 )
 
 
@@ -38,7 +38,11 @@ def run(task: Callable[[DictConfig], None], config_name: str) -> None:
 
         @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=config_name)
         def job(config: DictConfig) -> None:
-            with one_line_errors(config_name), sweep_removed_if_refused():  # here too: Hydra would print a line first
+            with (
+                quiet_end(),
+                one_line_errors(config_name),
+                sweep_removed_if_refused(),
+            ):  # here too: Hydra would print a line first
                 refuse_unknown(config, config_name)
                 task(config)
 

@@ -57,6 +57,8 @@ class GPTLightning(pl.LightningModule):
         if loss.device.type != "cpu":
             (step, loss), self._unchecked = self._unchecked or (step, torch.zeros(())), (step, loss)
         if not math.isfinite(loss):
+            if loss.device.type == "cpu":  # elsewhere the step with this loss has spoilt the weights meanwhile
+                refuse_non_finite_weights(self)
             raise diverged("loss", loss.item(), step)
 
     def on_train_batch_end(self, *args) -> None:
@@ -92,7 +94,6 @@ class GPTLightning(pl.LightningModule):
         if self.trainer.state.fn == "fit":
             if not math.isfinite(nats):  # the last step spoilt the weights: before they go into a checkpoint
                 raise diverged("validation loss", nats / tokens, self.global_step)
-            self.log("val/loss", self.validation["nats_per_token"], logger=False)  # what checkpoints are chosen by
             values = {
                 "val/loss": self.validation["nats_per_token"],
                 "val/bits_per_byte": self.validation["bits_per_byte"],
@@ -106,7 +107,15 @@ class GPTLightning(pl.LightningModule):
         """One optimiser, at its peak learning rates."""
         optimizer = build_optimizer(self.network, self.optimizer_config)
         self.peak_lrs = [group["lr"] for group in optimizer.param_groups]
+        self._settings = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
         return optimizer
+
+    def on_train_start(self) -> None:
+        """For a resumed run, which got its state back: the optimiser's settings are the config's; it may be over."""
+        for group, settings in zip(self.optimizers().param_groups, self._settings, strict=True):
+            group.update(settings)
+        if run_progress(self.trainer) >= 1:
+            self.trainer.should_stop = True
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Learning rates follow the share of the run that is over.
@@ -127,13 +136,23 @@ class GPTLightning(pl.LightningModule):
         checkpoint["gpt"] = gpt_entry(self.network.config, self.tokenizer, self.global_step, self.validation)
 
 
-def diverged(what: str, loss: float, step: int) -> UserError:
-    """The error that stops a run whose loss is no number."""
+def diverged(what: str, value: float | str, step: int) -> UserError:
+    """The error that stops a run where something is no number."""
     return UserError(
-        f"The {what} is {loss} at step {step}, so training stopped; checkpoints written before are good. "
+        f"The {what} is {value} at step {step}, so training stopped; checkpoints written before are good. "
         "Lower optimizer.lr, optimizer.embedding_lr and optimizer.muon_lr, set trainer.gradient_clip_val=1.0, or use "
         "trainer.precision=32-true."
     )
+
+
+def refuse_non_finite_weights(module: GPTLightning) -> None:
+    """Raises UserError for weights that are no numbers: the last step's gradient was none.
+
+    Looked for where it costs nothing a step: before weights are saved, and where a loss is no number.
+    """
+    for name, weight in module.network.named_parameters():
+        if not weight.isfinite().all():
+            raise diverged(f"gradient of {name}", "no finite number", module.global_step - 1)
 
 
 def run_progress(trainer: pl.Trainer) -> float:
