@@ -16,7 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,23 +56,23 @@ def main(config: DictConfig) -> None:
     config = resumed.config if resumed else config
     refuse_early(config)
 
-    from model.faults import faults_explained
+    from model.faults import memory_explained, writing_explained
     from model.keeping import StopOnSignal
     from model.old_weights import old_weights
     from model.run import build_parts, prepare
 
     log_to(None)
     warnings.filterwarnings("ignore", module="lightning|torch")
-    with StopOnSignal() as stop_on_signal:
+    with StopOnSignal() as stop_on_signal, memory_explained(config):
         run = prepare(config, old_weights(config, resumed), began)
         run_dir = resumed.run_dir if resumed else new_run_dir(run.config)
-        with claimed(run_dir), faults_explained(run.config, run_dir, resume_command(run_dir)):
-            with nullcontext() if resumed else removed_if_refused(run_dir):
+        with claimed(run_dir), removed_if_refused(run_dir, unless=lambda: resumed or run.metrics.tokens):
+            with writing_explained(run_dir, resume_command(run_dir)), memory_explained(run.config):
                 trainer = build_parts(run, run_dir, stop_on_signal)
                 open_directory(run, run_dir, resumed)
-            with signal_answered(trainer, run_dir):
-                fit(run, trainer, run_dir)
-                summarise(run, trainer, run_dir)
+                with signal_answered(trainer, run_dir):
+                    fit(run, trainer, run_dir)
+                    summarise(run, trainer, run_dir)
 
 
 def refuse_early(config: DictConfig) -> None:
@@ -109,7 +109,7 @@ def signal_answered(trainer: Trainer, run_dir: Path) -> Iterator[None]:
         yield
     except StoppedBySignal:
         step, saved = trainer.global_step, saved_step(trainer)
-        what = "saved" if saved == step else f"saved is step {saved:,}" if saved else "nothing was saved yet"
+        what = "nothing was saved yet" if not saved else "saved" if saved == step else f"saved is step {saved:,}"
         say(f"stopped at step {step:,}; {what}; go on with: {resume_command(run_dir)}")
         raise
 

@@ -6,11 +6,12 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 try:
     import fcntl
@@ -106,11 +107,17 @@ def given_keys() -> set[str]:
 
 
 @contextmanager
-def removed_if_refused(run_dir: Path) -> Iterator[None]:
-    """Takes the directory away again where the user's choices cannot work: nothing half-made stays."""
+def removed_if_refused(run_dir: Path, unless: Callable[[], Any]) -> Iterator[None]:
+    """Takes the directory away again where the user's choices cannot work: nothing half-made stays.
+
+    Args:
+        unless: whether there is something in it to keep.
+    """
     try:
         yield
     except UserError:
+        if unless():
+            raise
         log_to(None)
         shutil.rmtree(run_dir, ignore_errors=True)
         raise

@@ -17,8 +17,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
-def faults_explained(config: DictConfig, run_dir: Path, how_to_go_on: str) -> Iterator[None]:
-    """Raises UserError where writing fails or the memory is used up; other errors pass.
+def writing_explained(run_dir: Path, how_to_go_on: str) -> Iterator[None]:
+    """Raises UserError where the run's files cannot be written.
 
     Args:
         how_to_go_on: the command that resumes the run.
@@ -27,14 +27,23 @@ def faults_explained(config: DictConfig, run_dir: Path, how_to_go_on: str) -> It
     threading.excepthook = _silent_about_writing  # TensorBoard's thread: the main one hears of it at the next event
     try:
         yield
+    except BrokenPipeError:  # of the screen
+        raise
     except OSError as error:
         raise UserError(cannot_write(error, run_dir, how_to_go_on)) from error
+    finally:
+        threading.excepthook = hook
+
+
+@contextmanager
+def memory_explained(config: DictConfig) -> Iterator[None]:
+    """Raises UserError where the memory is used up."""
+    try:
+        yield
     except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
         if not is_out_of_memory(error):
             raise
         raise UserError(out_of_memory(config)) from error
-    finally:
-        threading.excepthook = hook
 
 
 def cannot_write(error: OSError, run_dir: Path, how_to_go_on: str) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 from configs.errors import UserError
 from model.callbacks import Metrics
 from model.checkpoint_file import read_checkpoint, write_checkpoint
-from model.lightning_module import refuse_non_finite_weights, run_progress
+from model.lightning_module import run_progress
 
 say = logging.getLogger(__name__).info
 _IN_TRAINING = "fit"
@@ -105,9 +105,8 @@ class KeepLast(Checkpoint):
             self.save(trainer)
 
     def save(self, trainer: Trainer) -> None:
-        """Writes last.ckpt; the one before becomes previous.ckpt. Raises UserError where the weights are no numbers."""
+        """Writes last.ckpt; the one before becomes previous.ckpt."""
         with self._metrics.clock_stopped(trainer):
-            refuse_non_finite_weights(trainer.lightning_module)
             for logger in trainer.loggers:
                 logger.save()
             trainer.save_checkpoint(self.path, storage_options=self.path.with_stem("previous"))
@@ -181,9 +180,10 @@ class StopOnSignal(Callback):
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback) -> None:
+        stopped = isinstance(error, StoppedBySignal)
         for number, handler in self._before.items():
-            signal.signal(number, handler)
-        if isinstance(error, StoppedBySignal):
+            signal.signal(number, signal.SIG_IGN if stopped else handler)  # one more must not disturb the end
+        if stopped:
             sys.exit(128 + error.args[0])
 
     def _handle(self, number: int, frame) -> None:

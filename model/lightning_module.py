@@ -92,7 +92,8 @@ class GPTLightning(pl.LightningModule):
         nats, tokens, num_bytes = self.trainer.strategy.reduce(self.val_sums, reduce_op="sum").tolist()
         self.validation = {"nats_per_token": nats / tokens, "bits_per_byte": nats / num_bytes / math.log(2)}
         if self.trainer.state.fn == "fit":
-            if not math.isfinite(nats):  # the last step spoilt the weights: before they go into a checkpoint
+            if not math.isfinite(nats):
+                refuse_non_finite_weights(self)  # the last step spoilt them: before they go into a checkpoint
                 raise diverged("validation loss", nats / tokens, self.global_step)
             values = {
                 "val/loss": self.validation["nats_per_token"],
@@ -132,11 +133,12 @@ class GPTLightning(pl.LightningModule):
         optimizer.zero_grad()
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
-        """Adds all it takes to sample."""
+        """Adds all it takes to sample. Raises UserError where the weights are no numbers."""
+        refuse_non_finite_weights(self)
         checkpoint["gpt"] = gpt_entry(self.network.config, self.tokenizer, self.global_step, self.validation)
 
 
-def diverged(what: str, value: float | str, step: int) -> UserError:
+def diverged(what: str, value: float | str, step: int | str) -> UserError:
     """The error that stops a run where something is no number."""
     return UserError(
         f"The {what} is {value} at step {step}, so training stopped; checkpoints written before are good. "
@@ -146,13 +148,16 @@ def diverged(what: str, value: float | str, step: int) -> UserError:
 
 
 def refuse_non_finite_weights(module: GPTLightning) -> None:
-    """Raises UserError for weights that are no numbers: the last step's gradient was none.
+    """Raises UserError for weights that are no numbers: a gradient was none.
 
-    Looked for where it costs nothing a step: before weights are saved, and where a loss is no number.
+    Looked for where it costs nothing a step: before weights are saved, and where a loss is no number. The loss shows
+    it one step later; that of a row of an embedding only once the row's token comes again.
     """
-    for name, weight in module.network.named_parameters():
-        if not weight.isfinite().all():
-            raise diverged(f"gradient of {name}", "no finite number", module.global_step - 1)
+    spoilt = [name for name, weight in module.network.named_parameters() if not weight.isfinite().all()]
+    if spoilt:
+        exact = [name for name in spoilt if not name.endswith("embedding.weight")]
+        step = f"{module.global_step - 1}" + ("" if exact else " or before")
+        raise diverged(f"gradient of {(exact or spoilt)[0]}", "no finite number", step)
 
 
 def run_progress(trainer: pl.Trainer) -> float:
