@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -15,7 +17,7 @@ from configs.run_directory import given_keys, in_use, inherited_run_dir
 
 # What weights, optimiser state and the order of batches were made with. The text is compared by what it says,
 # wherever it lies (train.py).
-_FIXED = ("model.", "tokenizer.", "data.", "seed", "optimizer.name", "init_from")
+_FIXED = ("model.", "tokenizer.", "data.", "seed", "optimizer.name")
 _FREE = ("model.dropout", "model.bigram_dropout", "data.cache_dir", "data.corpus")
 _BOUNDS = ("budget", "trainer.max_steps", "trainer.max_epochs", "trainer.max_time")
 _NOT_THE_RUNS = ("resume", "runs_dir")
@@ -38,6 +40,10 @@ def resumed_run(config: DictConfig) -> Resumed | None:
     """
     if config.resume in (None, "false"):
         return None
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise UserError("resume goes on with one run, so there is nothing to sweep over. Leave out -m.")
+    if config.init_from is not None:
+        raise UserError("resume goes on with a run, init_from begins a new one. Leave one out.")
     run_dir, checkpoint = _place(str(config.resume), Path(config.runs_dir))
     saved = _saved_config(run_dir)
     merged, changes = _with_changes(saved, config, run_dir)

@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import Trainer, seed_everything
 from omegaconf import DictConfig, OmegaConf
 
+from configs.errors import UserError
 from configs.schema import build
 from data.config import DataConfig, TokenizerConfig
 from data.module import TextData
@@ -73,8 +74,8 @@ def prepare(config: DictConfig, old: OldWeights | None, began: float) -> Run:
     network = GPT(build(GPTConfig, config.model, vocab_size=data.vocab_size))
     if old:
         old.fit_into(network, data)
-    if budget and before.get("budget"):  # what it was given, and what the command line adds or takes away
-        options["max_time"] = timedelta(seconds=before["max_time"] - before["budget"]) + budget
+    if budget and before.get("budget"):
+        options["max_time"] = timedelta(seconds=time_with_other_budget(before, budget))
     elif budget:
         left = time_to_train(budget, time.monotonic() - began, network, len(data.val_tokens), speed)
         options["max_time"] = left + timedelta(seconds=before.get("train_seconds", 0.0))
@@ -113,6 +114,26 @@ def build_parts(run: Run, run_dir: Path, stop_on_signal: StopOnSignal) -> Traine
     precision = trainer.precision_plugin.forward_context()
     compile_if_wanted(run.network, run.config.compile, trainer.strategy.root_device, precision)
     return trainer
+
+
+def time_with_other_budget(before: dict[str, Any], budget: timedelta) -> float:
+    """Seconds of training in all: what the run was given, and what another budget adds or takes away.
+
+    Args:
+        before: what the run's checkpoint says of it.
+
+    Raises:
+        UserError: the new budget is used up already.
+    """
+    added = budget.total_seconds() - before["budget"]
+    seconds = before["max_time"] + added
+    if added < 0 and seconds <= before["train_seconds"]:
+        least = before["budget"] - before["max_time"] + before["train_seconds"]
+        raise UserError(
+            f"budget={budget.total_seconds():g}s is used up: the run has trained for {before['train_seconds']:.0f} s. "
+            f"Give more than {math.ceil(least)}s."
+        )
+    return seconds
 
 
 def hyperparameters(config: DictConfig, network: GPT) -> dict[str, int | float | str | bool]:

@@ -151,6 +151,20 @@ def test_time_already_used_counts_and_the_schedule_goes_on_from_its_share(train_
     assert resumed.summary["seconds"] > content_of(resumed)["run"]["train_seconds"]
 
 
+def test_budget_that_is_used_up_is_refused_and_a_larger_one_adds_the_difference(train_here, tiny):
+    # In this process the imports are over: a second or two are left of four.
+    settings = tuple(setting for setting in tiny if "vocab" not in setting)
+    finished = train_here("budget=4s", settings=settings)
+    assert finished.returncode == 0, finished
+    before = content_of(finished)["run"]
+    error = train_here(f"resume={finished.dir}", "budget=3s", settings=()).error
+    assert "budget=3s is used up" in error
+    extended = train_here(f"resume={finished.dir}", "budget=6s", settings=())
+    after = content_of(extended)["run"]
+    assert after["max_time"] == pytest.approx(before["max_time"] + 2)
+    assert after["train_seconds"] == pytest.approx(after["max_time"], abs=1)
+
+
 # Which run, and where
 
 
@@ -197,6 +211,11 @@ def test_run_that_was_stopped_before_its_first_checkpoint_begins_anew_in_its_dir
     assert not list(begun.rglob("*.tmp"))
 
 
+def test_resume_is_neither_swept_nor_a_new_beginning(refuse, tiny_run):
+    assert "Leave out -m" in refuse("train", "-m", f"resume={tiny_run.dir}", "trainer.max_steps=50,60")
+    assert "Leave one out" in refuse("train", f"resume={tiny_run.dir}", f"init_from={tiny_run.dir}")
+
+
 @pytest.mark.parametrize("choice", ["nowhere", "."])
 def test_what_is_no_run_directory_is_refused(refuse, choice):
     error = refuse("train", f"resume={choice}")
@@ -230,7 +249,6 @@ def test_directory_of_a_run_in_progress_is_not_taken(start, train_here, tiny, tm
         ("data.batch_size=8", "data.batch_size 4 -> 8"),
         ("seed=5", "seed 0 -> 5"),
         ("optimizer=adamw", "optimizer.name muon -> adamw"),
-        ("init_from=x.ckpt", "init_from null -> x.ckpt"),
     ],
 )
 def test_what_can_not_change_is_refused_by_name_with_both_values(train_here, tiny_run, tmp_path, setting, named):
