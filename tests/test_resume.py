@@ -204,7 +204,7 @@ def test_run_that_was_stopped_before_its_first_checkpoint_begins_anew_in_its_dir
     (begun / "checkpoints").mkdir(parents=True)
     shutil.copy(whole.path / "config.yaml", begun)
     shutil.copy(next(whole.path.glob("events*")), begun)
-    (begun / "checkpoints" / "last.tmp").write_bytes(b"half")
+    (begun / "checkpoints" / "half.tmp").write_bytes(b"half")
     resumed = train_here(f"resume={begun}", settings=())
     assert resumed.returncode == 0 and resumed.dir == str(begun), resumed
     assert_same_run(events, whole, resumed)
