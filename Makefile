@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train sample see lessons board test lint audit bench clean
+.PHONY: help train sample see lessons board test soak lint audit bench clean
 
 help:        ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -32,6 +32,9 @@ board: $(VENV)/.run   ## look at all runs in TensorBoard
 
 test: $(VENV)/.dev   ## run the test suite
 	@$(BIN)/python -m pytest $(ARGS)
+
+soak: $(VENV)/.dev   ## run the long tests: twenty kills, five thousand steps
+	@$(BIN)/python -m pytest -n 0 -m soak $(ARGS)
 
 lint: $(VENV)/.dev   ## check style
 	@$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """Trains a GPT:  python train.py [key=value ...]      the keys: configs/train.yaml
 
 Text -> tokens -> batches -> network -> Lightning -> a run directory with checkpoints, TensorBoard
-events, the config and summary.json.
+events, the config and summary.json. A run that was stopped goes on with resume=RUN_DIR.
 """
 
 from __future__ import annotations
@@ -15,16 +15,26 @@ import shutil
 import sys
 import time
 import warnings
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
-from configs.command_line import run
+from configs.command_line import run as run_command
 from configs.errors import UserError
-from configs.run_directory import job_start, log_to, new_run_dir, removed_if_refused, save_config
+from configs.resume import Resumed, resumed_run
+from configs.run_directory import (
+    claimed,
+    job_start,
+    log_to,
+    new_run_dir,
+    removed_if_refused,
+    save_config,
+    started_by_lightning,
+)
 from configs.schema import build
 from data.config import DataConfig, TokenizerConfig
 from data.corpus import Corpus, find_files
@@ -34,8 +44,8 @@ from model.memory import refuse_beyond_memory
 if TYPE_CHECKING:  # the slow imports are in main: a mistake on the command line is answered before them
     from lightning.pytorch import Trainer
 
-    from model.callbacks import Metrics
     from model.gpt import GPT
+    from model.run import Run
 
 VERSION = "0.1.0"
 say = logging.getLogger("train").info
@@ -43,9 +53,35 @@ say = logging.getLogger("train").info
 
 def main(config: DictConfig) -> None:
     """One training run, from the config to the summary. Raises UserError for what the user can mend."""
-    started = job_start()
-    # What can be refused without the text, and without the slow imports, is refused first.
-    optimizer_config = build(OptimizerConfig, config.optimizer)
+    began = job_start()
+    resumed = resumed_run(config)  # None: a new run
+    config = resumed.config if resumed else config
+    refuse_early(config)
+
+    from model.allocator import keep_freed_memory
+    from model.faults import memory_explained, writing_explained
+    from model.keeping import StopOnSignal
+    from model.old_weights import old_weights
+    from model.run import build_parts, prepare
+
+    keep_freed_memory()
+    log_to(None)  # again: importing Lightning made its own loggers talk
+    warnings.filterwarnings("ignore", module="lightning|torch")
+    with StopOnSignal() as stop_on_signal, memory_explained(config):
+        run = prepare(config, old_weights(config, resumed), began)
+        run_dir = resumed.run_dir if resumed else new_run_dir(run.config)
+        with claimed(run_dir), removed_if_refused(run_dir, unless=lambda: resumed or run.metrics.tokens):
+            with writing_explained(run_dir, resume_command(run_dir)), memory_explained(run.config):
+                trainer = build_parts(run, run_dir, stop_on_signal)
+                open_directory(run, run_dir, resumed)
+                with signal_answered(trainer, run_dir):
+                    fit(run, trainer, run_dir)
+                    summarise(run, trainer, run_dir)
+
+
+def refuse_early(config: DictConfig) -> None:
+    """Raises UserError for what can be refused without the text, and without the slow imports."""
+    build(OptimizerConfig, config.optimizer)
     data_config = build(DataConfig, config.data)
     build(TokenizerConfig, config.tokenizer)
     if not OmegaConf.is_missing(config.model, "vocab_size"):
@@ -56,75 +92,51 @@ def main(config: DictConfig) -> None:
     if not 0 <= config.seed < 2**32:
         raise UserError(f"seed is {config.seed}, but must be a whole number from 0 to {2**32 - 1}.")
 
-    from lightning.pytorch import seed_everything
 
-    from data.module import TextData
-    from model.allocator import keep_freed_memory
-    from model.budget import measured_speed, time_allowed, time_to_train, with_recipe
-    from model.callbacks import KeepCheckpoint, Metrics, Progress, RunLogger, Snapshots, StopOnSignal, StoppedBySignal
-    from model.checkpoint import record_validation
-    from model.compilation import compile_if_wanted
-    from model.gpt import GPT
-    from model.lightning_module import GPTLightning
-    from model.trainer import build_trainer, expected_device, refuse_time_on_several_devices, resolve
+def open_directory(run: Run, run_dir: Path, resumed: Resumed | None) -> None:
+    """Makes the directory that of a run in progress: config.yaml, train.log, and nothing from after the checkpoint."""
+    from model.events import rewind_events
+    from model.keeping import tidy_checkpoints
 
-    keep_freed_memory()
-    log_to(None)  # again: importing Lightning made its own loggers talk
-    warnings.filterwarnings("ignore", module="lightning|torch")
-    options = resolve(OmegaConf.to_container(config.trainer, resolve=True))
-    budget = time_allowed(config)
-    if budget:
-        speed = measured_speed(expected_device(options))
-        config, picked = with_recipe(config, budget, time.time() - started, speed)
-    seed_everything(config.seed, verbose=False)
-
-    data = TextData(data_config, build(TokenizerConfig, config.tokenizer), config.model.context_length, config.seed)
-    data.prepare()
-    network = GPT(build(GPTConfig, config.model, vocab_size=data.vocab_size))
-    if budget:
-        options["max_time"] = time_to_train(budget, time.time() - started, network, len(data.val_tokens), speed)
-    module = GPTLightning(network, data.tokenizer, optimizer_config, config.seed)
-    metrics = Metrics(hyperparameters(config, network))
-
-    run_dir = new_run_dir(config)
-    best, last = run_dir / "checkpoints" / "best.ckpt", run_dir / "checkpoints" / "last.ckpt"
-    with removed_if_refused(run_dir):
-        trainer = build_trainer(
-            options,
-            config.validations,
-            len(data.train_dataloader()),
-            default_root_dir=run_dir,
-            logger=RunLogger(run_dir),
-            callbacks=[
-                metrics,
-                Progress(metrics),
-                Snapshots(data.val_passage(Snapshots.PASSAGE_TOKENS).tolist()),
-                StopOnSignal(last),
-                KeepCheckpoint(best, monitor="val/loss", save_weights_only=True),
-                KeepCheckpoint(last),
-            ],
-            num_sanity_val_steps=0,
-            enable_model_summary=False,
-        )
-        refuse_time_on_several_devices(trainer)
-        precision = trainer.precision_plugin.forward_context()
-        compile_if_wanted(network, config.compile, trainer.strategy.root_device, precision)
-
-    save_config(config, run_dir)
+    save_config(run.config, run_dir)
     log_to(run_dir)
-    if budget:
-        say(picked)
-    say(data.describe())
-    say(describe(network, trainer))
+    if resumed and not started_by_lightning():
+        (run_dir / "summary.json").unlink(missing_ok=True)
+        rewind_events(run_dir, run.old.step if run.old else -1)
+        tidy_checkpoints(run_dir / "checkpoints", resumed.checkpoint)
+        changes = f"; changed: {', '.join(resumed.changes)}" if resumed.changes else ""
+        say(f"going on with {shown(run_dir)} at step {run.old.step if run.old else 0:,}{changes}")
+
+
+@contextmanager
+def signal_answered(trainer: Trainer, run_dir: Path) -> Iterator[None]:
+    """Says, when a signal stops the run, what is saved and how to go on."""
+    from model.keeping import StoppedBySignal, saved_step
+
     try:
-        trainer.fit(module, datamodule=data)
-    except StoppedBySignal as stop:
-        say(f"stopped at step {trainer.global_step:,}; saved {shown(last)}")
-        sys.exit(128 + stop.args[0])
-    trainer.validate(module, data.whole_validation(), ckpt_path=best, verbose=False)
+        yield
+    except StoppedBySignal:
+        step, saved = trainer.global_step, saved_step(trainer)
+        what = "nothing was saved yet" if not saved else "saved" if saved == step else f"saved is step {saved:,}"
+        say(f"stopped at step {step:,}; {what}; go on with: {resume_command(run_dir)}")
+        raise
+
+
+def fit(run: Run, trainer: Trainer, run_dir: Path) -> None:
+    """Trains, from the old weights on if there are any, and validates the best ones on the whole split."""
+    from model.checkpoint import record_validation
+    from model.keeping import best_or_last
+
+    if run.picked:
+        say(run.picked)
+    say(run.data.describe())
+    say(describe(run.network, trainer))
+    goes_on = run.old is not None and run.old.goes_on
+    trainer.fit(run.module, datamodule=run.data, ckpt_path=run.old.path if goes_on else None)
+    best = best_or_last(run_dir / "checkpoints")
+    trainer.validate(run.module, run.data.whole_validation(), ckpt_path=best, verbose=False)
     if trainer.is_global_zero:
-        record_validation(best, module.validation)
-        finish(run_dir, best, trainer, metrics, started)
+        record_validation(best, run.module.validation)
 
 
 def describe(network: GPT, trainer: Trainer) -> str:
@@ -138,25 +150,15 @@ def describe(network: GPT, trainer: Trainer) -> str:
     )
 
 
-def hyperparameters(config: DictConfig, network: GPT) -> dict[str, int | float | str | bool]:
-    """Every choice of the run as one flat row, for TensorBoard's table."""
-    groups = OmegaConf.to_container(config, resolve=True)
-    groups["model"] = asdict(network.config)
-    row = {name: groups[name] for name in ("seed", "compile", "validations")}
-    row["budget"] = str(config.budget)
-    row["parameters"] = network.num_parameters()
-    for group in ("model", "data", "tokenizer", "optimizer", "trainer"):
-        for name, value in groups[group].items():
-            row[f"{group}.{name}"] = value if isinstance(value, (int, float, str, bool)) else str(value)
-    return row
-
-
-def finish(run_dir: Path, checkpoint: Path, trainer: Trainer, metrics: Metrics, started: float) -> None:
+def summarise(run: Run, trainer: Trainer, run_dir: Path) -> None:
     """Writes summary.json and prints it, with a few lines of the best checkpoint's writing."""
     from model.checkpoint import load_checkpoint
     from model.generation import generate
 
-    best = load_checkpoint(checkpoint)
+    if not trainer.is_global_zero:
+        return
+
+    best, metrics = load_checkpoint(run_dir / "checkpoints" / "best.ckpt"), run.metrics
     start = best.tokenizer.encode_ordinary("\n")
     text = best.tokenizer.decode(list(generate(best.network, start, SamplingConfig(max_new_tokens=150))))
     speed = (metrics.step_ms, metrics.tokens_per_second)
@@ -166,7 +168,7 @@ def finish(run_dir: Path, checkpoint: Path, trainer: Trainer, metrics: Metrics, 
     summary = {
         "val_nats_per_token": best.validation["nats_per_token"],
         "val_bits_per_byte": best.validation["bits_per_byte"],
-        "seconds": round(time.time() - started, 2),
+        "seconds": round(time.monotonic() - run.began, 2),
         "steps": trainer.global_step,
         "tokens": metrics.tokens,
         "tokens_per_second": round(metrics.tokens_per_second, 1),
@@ -183,7 +185,10 @@ def finish(run_dir: Path, checkpoint: Path, trainer: Trainer, metrics: Metrics, 
             "tiny_gpt": VERSION,
         },
     }
-    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    temporary = run_dir / "summary.tmp"
+    temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(run_dir / "summary.json")  # from now on the run is finished
+    (run_dir / "checkpoints" / "previous.ckpt").unlink(missing_ok=True)
     python, place = this_python(), shlex.quote(str(shown(run_dir)))
     all_runs = shlex.quote(str(shown(run_dir.parent)))
     lines = [line for line in text.split("\n") if line.strip()]
@@ -198,6 +203,11 @@ def finish(run_dir: Path, checkpoint: Path, trainer: Trainer, metrics: Metrics, 
     )
 
 
+def resume_command(run_dir: Path) -> str:
+    """What goes on with the run."""
+    return f"{this_python()} train.py resume={shlex.quote(str(shown(run_dir)))}"
+
+
 def this_python() -> str:
     """The command that starts the Python running now, as one would type it here."""
     return "python" if shutil.which("python") == sys.executable else shlex.quote(str(shown(Path(sys.executable))))
@@ -209,4 +219,4 @@ def shown(path: Path) -> Path:
 
 
 if __name__ == "__main__":
-    run(main, "train")
+    run_command(main, "train")

@@ -12,9 +12,10 @@ from configs.schema import build
 from data.config import DataConfig, TokenizerConfig
 from data.module import TextData
 from model.allocator import keep_freed_memory
-from model.callbacks import KeepCheckpoint, Metrics, Progress, RunLogger, Snapshots, StopOnSignal
+from model.callbacks import Metrics, Progress, RunLogger, Snapshots
 from model.config import GPTConfig, OptimizerConfig
 from model.gpt import GPT
+from model.keeping import CheckpointFiles, KeepLast, StopOnSignal
 from model.lightning_module import GPTLightning
 from model.trainer import build_trainer, resolve
 
@@ -65,13 +66,14 @@ def train(
         len(data.train_dataloader()),
         default_root_dir=run_dir,
         logger=RunLogger(run_dir),
+        plugins=CheckpointFiles(),
         callbacks=[
             first,
             metrics,
             Progress(metrics),
             drawing,
-            StopOnSignal(run_dir / "last.ckpt"),
-            KeepCheckpoint(run_dir / "last.ckpt"),
+            StopOnSignal(),
+            KeepLast(run_dir / "last.ckpt", metrics),
         ],
         num_sanity_val_steps=0,
         enable_model_summary=False,

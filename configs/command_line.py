@@ -29,7 +29,17 @@ REFUSED_FLAGS = ("config_name", "config_path", "config_dir", "experimental_rerun
 PROMPT_BYTES = 64 << 20
 # Their values are taken exactly as typed: Hydra would read commas, quotes, = and ${ as its own grammar.
 PATH_KEYS = ("prompt_file", "export", "runs_dir", "png", "html", "logdir")
-LITERAL_KEYS = ("prompt", "stop", "token", "checkpoint", "data.corpus", "data.cache_dir", *PATH_KEYS)
+LITERAL_KEYS = (
+    "prompt",
+    "stop",
+    "token",
+    "checkpoint",
+    "resume",
+    "init_from",
+    "data.corpus",
+    "data.cache_dir",
+    *PATH_KEYS,
+)
 
 
 def run(task: Callable[[DictConfig], None], config_name: str) -> None:
@@ -42,7 +52,11 @@ def run(task: Callable[[DictConfig], None], config_name: str) -> None:
 
         @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=config_name)
         def job(config: DictConfig) -> None:
-            with one_line_errors(config_name), sweep_removed_if_refused():  # here too: Hydra would print a line first
+            with (
+                quiet_end(),
+                one_line_errors(config_name),
+                sweep_removed_if_refused(),
+            ):  # here too: Hydra would print a line first
                 composed.append(config)
                 refuse_unknown(config, config_name)
                 task(config)

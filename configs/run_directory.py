@@ -6,11 +6,17 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows has no locks on directories
+    fcntl = None
 
 import psutil
 from hydra.core.hydra_config import HydraConfig
@@ -34,8 +40,8 @@ def new_run_dir(config: DictConfig) -> Path:
 
     Raises UserError where it cannot be made.
     """
-    if started_by_lightning():
-        return Path(os.environ[_INHERITED])
+    if inherited := inherited_run_dir():
+        return inherited
     hydra = HydraConfig.get()
     if hydra.mode == RunMode.MULTIRUN:
         given = {argument.partition("=")[0]: argument for argument in sys.argv}  # as typed: the same in all jobs
@@ -44,8 +50,55 @@ def new_run_dir(config: DictConfig) -> Path:
         run_dir = make_new_dir(Path(hydra.sweep.dir), f"{hydra.job.num:02d}_{changed}")
     else:
         run_dir = make_new_dir(Path(config.runs_dir).absolute(), time_stamp())
-    os.environ[_INHERITED] = str(run_dir)
     return run_dir
+
+
+def inherited_run_dir() -> Path | None:
+    """The run's directory, in a process of a further device."""
+    return Path(os.environ[_INHERITED]) if started_by_lightning() else None
+
+
+@contextmanager
+def claimed(run_dir: Path) -> Iterator[None]:
+    """Makes the directory this process's own, and that of its further devices, until it ends, however it ends.
+
+    Raises UserError where another process trains in it.
+    """
+    if inherited_run_dir():
+        yield
+        return
+    os.environ[_INHERITED] = str(run_dir)
+    descriptor = os.open(run_dir, os.O_RDONLY) if fcntl else None
+    try:
+        if not _lock(descriptor):
+            raise UserError(f"another process is training in {run_dir}. Wait for it, or stop it.")
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def in_use(run_dir: Path) -> bool:
+    """Whether another process trains in it."""
+    if fcntl is None:
+        return False
+    descriptor = os.open(run_dir, os.O_RDONLY)
+    try:
+        return not _lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int | None) -> bool:
+    """Whether nobody else has the lock, which the system takes away with the process. True where there are no locks."""
+    try:
+        if descriptor is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
 
 
 def given_keys() -> set[str]:
@@ -54,11 +107,17 @@ def given_keys() -> set[str]:
 
 
 @contextmanager
-def removed_if_refused(run_dir: Path) -> Iterator[None]:
-    """Takes the directory away again where the user's choices cannot work: nothing half-made stays."""
+def removed_if_refused(run_dir: Path, unless: Callable[[], Any]) -> Iterator[None]:
+    """Takes the directory away again where the user's choices cannot work: nothing half-made stays.
+
+    Args:
+        unless: whether there is something in it to keep.
+    """
     try:
         yield
     except UserError:
+        if unless():
+            raise
         log_to(None)
         remove(run_dir)
         raise
@@ -112,8 +171,10 @@ def make_new_dir(parent: Path, name: str) -> Path:
 
 
 def save_config(config: DictConfig, run_dir: Path) -> None:
-    """Writes config.yaml: every choice of the run, defaults included."""
-    OmegaConf.save(config, run_dir / "config.yaml")
+    """Writes config.yaml, whole or not at all: every choice of the run, defaults included."""
+    temporary = run_dir / "config.tmp"
+    OmegaConf.save(config, temporary)
+    temporary.replace(run_dir / "config.yaml")
 
 
 def log_to(run_dir: Path | None) -> None:
@@ -129,7 +190,7 @@ def log_to(run_dir: Path | None) -> None:
     if started_by_lightning():
         handlers = [logging.NullHandler()]
     elif run_dir is not None:
-        handlers.append(logging.FileHandler(run_dir / "train.log", encoding="utf-8"))
+        handlers.append(_LogFile(run_dir / "train.log", encoding="utf-8"))
     for handler in handlers:
         handler.setFormatter(logging.Formatter("%(message)s"))
         root.addHandler(handler)
@@ -147,10 +208,16 @@ class _Screen(logging.Handler):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+class _LogFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        raise  # a full disk: the run ends with one line, where logging would print a traceback and go on
+
+
 _job_starts: list[float] = []
 
 
 def job_start() -> float:
-    """When this run began, in seconds since the epoch: for the first of a process, when the process did."""
-    _job_starts.append(time.time() if _job_starts else psutil.Process().create_time())
+    """When this run began, as time.monotonic() would have read: for the first of a process, when the process did."""
+    age = 0.0 if _job_starts else max(0.0, time.time() - psutil.Process().create_time())
+    _job_starts.append(time.monotonic() - age)
     return _job_starts[-1]

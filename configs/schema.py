@@ -47,6 +47,8 @@ class TrainSchema:
     compile: str = MISSING
     validations: int = MISSING
     runs_dir: str = MISSING
+    resume: str | None = MISSING
+    init_from: str | None = MISSING
 
 
 @dataclass

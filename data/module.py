@@ -1,9 +1,11 @@
 """Everything about data in the order it happens: files -> splits -> tokenizer -> ids -> batches."""
 
+import hashlib
 from pathlib import Path
 
 import lightning
 import numpy as np
+import tiktoken
 import torch
 
 from data.batches import TrainBatches, ValBatches
@@ -21,7 +23,15 @@ class TextData(lightning.LightningDataModule):
     After `prepare`: tokenizer, vocab_size, train_tokens (N,), val_tokens (M,) and the bytes_per_token of the latter.
     """
 
-    def __init__(self, config: DataConfig, tokenizer_config: TokenizerConfig, context_length: int, seed: int):
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer_config: TokenizerConfig,
+        context_length: int,
+        seed: int,
+        given_tokenizer: tiktoken.Encoding | None = None,
+    ):
+        """`given_tokenizer` takes the place of the one that the config describes: that of old weights."""
         super().__init__()
         check_at_least(1, "model.context_length", context_length)
         check_at_least(0, "seed", seed)
@@ -29,6 +39,7 @@ class TextData(lightning.LightningDataModule):
         self.tokenizer_config = tokenizer_config
         self.context_length = context_length
         self.seed = seed
+        self.given_tokenizer = given_tokenizer
         self.tokenizer = None
 
     def prepare(self) -> None:
@@ -42,7 +53,7 @@ class TextData(lightning.LightningDataModule):
         cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else CACHE_DIR
         self.corpus = Corpus(find_files(config.corpus), config.val_fraction)
         train, val = self.corpus.train, self.corpus.val
-        tokenizer = build_tokenizer(self.tokenizer_config, train, cache_dir)
+        tokenizer = self.given_tokenizer or build_tokenizer(self.tokenizer_config, train, cache_dir)
         self.vocab_size = tokenizer.n_vocab
         self.cached = token_path(train, tokenizer, cache_dir).exists()
         self.train_tokens = load_tokens(train, tokenizer, cache_dir)
@@ -55,6 +66,11 @@ class TextData(lightning.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Lightning's own place for the work; after `prepare` there is none left."""
         self.prepare()
+
+    @property
+    def text_sha256(self) -> str:
+        """What the text says, both splits of it, as one number."""
+        return hashlib.sha256(f"{self.corpus.train.sha256} {self.corpus.val.sha256}".encode()).hexdigest()
 
     def describe(self) -> str:
         """One line: files, bytes, tokenizer, tokens, and whether they were there already."""

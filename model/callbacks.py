@@ -1,16 +1,18 @@
-"""What happens beside training: metrics, progress, pictures and text, a clean stop."""
+"""What happens beside training: metrics, progress, pictures and text."""
 
 import logging
 import math
-import signal
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
@@ -86,10 +88,26 @@ class Metrics(Callback):
         """Tokens trained on per second of steps alone."""
         return self.tokens / self.train_seconds if self.train_seconds else math.nan
 
+    # What a resumed run takes over: curves and summary go on as if it had never stopped.
+    _KEPT = ("step_ms_readings", "train_seconds", "tokens", "peak_memory_mb", "_warmup_ms")
+    _KEPT += ("_interval_seconds", "_interval_steps", "_interval_batches", "_loss_sum")
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that was counted so far."""
+        return {name: getattr(self, name) for name in self._KEPT}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Counts on from there."""
+        for name in self._KEPT:
+            setattr(self, name, state[name])
+
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Writes the run's row of TensorBoard's table of hyperparameters; its metrics are the final/ scalars."""
+        """Begins to watch the memory."""
         reset_peak_memory(trainer.strategy.root_device.type)
         self._memory_before_mb = memory_mb(trainer.strategy.root_device.type)
+
+    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
+        """Writes the run's row of TensorBoard's table of hyperparameters; its metrics are the final/ scalars."""
         for logger in trainer.loggers if trainer.is_global_zero else ():  # other ranks have no file
             metrics = dict.fromkeys(RunLogger.FINAL, 0.0)  # names only: the values are the scalars of these tags
             for summary in hparams(self.hyperparameters, metrics):
@@ -129,6 +147,15 @@ class Metrics(Callback):
         """Keeps the gradient norm of a step that will be written, before it is clipped."""
         if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
             self.grad_norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
+
+    @contextmanager
+    def clock_stopped(self, trainer: Trainer) -> Iterator[None]:
+        """For what is not part of a step."""
+        running = self._clock is not None
+        self._stop_clock(trainer)
+        yield
+        if running:
+            self._clock = _now(trainer)
 
     def _stop_clock(self, trainer: Trainer) -> None:
         if self._clock is not None:
@@ -179,11 +206,13 @@ class Progress(ProgressBar):
         super().__init__()
         self._metrics = metrics
         self._bar: tqdm | None = None
-        self._shown = self._started = 0.0
+        self._shown = self._started = self._done_before = 0.0
+        self._tokens_before = 0
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Shows an empty bar."""
         self._started = self._shown = time.perf_counter()
+        self._done_before, self._tokens_before = run_progress(trainer), self._metrics.tokens  # of a resumed run
         if trainer.is_global_zero and sys.stderr.isatty():
             self._bar = tqdm(total=1.0, bar_format="{percentage:3.0f}%|{bar}| {desc}", leave=False, dynamic_ncols=True)
 
@@ -194,10 +223,12 @@ class Progress(ProgressBar):
         if now - self._shown < pace or not trainer.is_global_zero:
             return
         self._shown, done = now, run_progress(trainer)
-        left = (now - self._started) * (1 - done) / done if done else math.nan
+        newly_done = done - self._done_before
+        left = (now - self._started) * (1 - done) / newly_done if newly_done > 0 else math.nan
         state = (
             f"step {trainer.global_step:,}  loss {float(module.last_loss):.3f}  "
-            f"{self._metrics.tokens / (now - self._started):,.0f} tokens/s  {_minutes(left)} left"
+            f"{(self._metrics.tokens - self._tokens_before) / (now - self._started):,.0f} tokens/s  "
+            f"{_minutes(left)} left"
         )
         if self._bar is not None:
             self._bar.n = done
@@ -297,49 +328,3 @@ def log_head_scores(writer: SummaryWriter, step: int, maps: Tensor, repeated_map
             writer.add_scalar("heads/entropy_min", table.min(), step)
         else:
             writer.add_scalar(f"heads/{name}_max", table.max(), step)
-
-
-class KeepCheckpoint(ModelCheckpoint):
-    """Writes one file at every validation, or, with `monitor`, where that metric is the lowest so far.
-
-    The file keeps its name (Lightning would number it, or put = into it, which Hydra cannot take).
-    """
-
-    def __init__(self, path: Path, monitor: str | None = None, save_weights_only: bool = False):
-        super().__init__(
-            path.parent, path.stem, monitor, save_weights_only=save_weights_only, enable_version_counter=False
-        )
-
-
-class StopOnSignal(Callback):
-    """Ctrl-C or SIGTERM: the step is finished and saved, then training stops. A second Ctrl-C stops at once."""
-
-    def __init__(self, checkpoint: Path):
-        self.checkpoint = checkpoint
-        self.received: int | None = None
-        self._before: dict[int, object] = {}
-
-    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Takes the signals over."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._note)
-
-    def _note(self, number: int, frame) -> None:
-        self.received = number
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def on_train_batch_end(self, trainer: Trainer, *args) -> None:
-        """Saves and stops, if a signal came during the step."""
-        if self.received is not None:
-            trainer.save_checkpoint(self.checkpoint)
-            raise StoppedBySignal(self.received)
-
-    def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
-        """Gives the signals back."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
-
-
-class StoppedBySignal(Exception):
-    """Training was stopped from outside; args[0] is the signal's number."""

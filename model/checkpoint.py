@@ -1,12 +1,11 @@
 """What a checkpoint holds, and how a network comes back out of one.
 
 A checkpoint is a dictionary of plain values and tensors: Lightning's own entries, and under the key
-`gpt` all it takes to write text: {"model": GPTConfig's fields, "tokenizer": the merges, "step",
-"validation": {"nats_per_token", "bits_per_byte"}}. model/checkpoint_check.py looks at it first, and then it loads
-with weights_only=True, so no file can run code. model/safe_weights.py has the other way to keep a network.
+`gpt` all it takes to write text: {"format", "model": GPTConfig's fields, "tokenizer": the merges, "step",
+"validation": {"nats_per_token", "bits_per_byte"}}. No file can run code: how it lies on
+the disk and is read is in model/checkpoint_file.py. model/safe_weights.py has the other way to keep a network.
 """
 
-import pickle
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,16 @@ import torch
 
 from configs.errors import UserError
 from data.tokenizer import from_plain, to_plain
-from model.checkpoint_check import refuse_unsafe
+from model.checkpoint_file import read_checkpoint, write_checkpoint
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.memory import least_weights
 from model.safe_weights import SUFFIX, read_safetensors, write_safetensors
 
 MAX_ROPE_NUMBERS = 1 << 25  # a million positions of 32: the one part that no weights bound
+FORMAT = 1  # of the `gpt` entry; raised when an older version of the project could not read it
 NETWORK_PREFIX = "network."  # GPTLightning keeps the GPT under this name
+NOT_IN_WEIGHTS = ("dropout", "bigram_dropout", "init")  # fields of GPTConfig that may differ for the same weights
 
 
 @dataclass(frozen=True)
@@ -54,27 +55,36 @@ class Checkpoint:
 
 def gpt_entry(config: GPTConfig, tokenizer: tiktoken.Encoding, step: int, validation: dict[str, float]) -> dict:
     """The `gpt` entry of a checkpoint."""
-    return {"model": asdict(config), "tokenizer": to_plain(tokenizer), "step": step, "validation": validation}
+    return {
+        "format": FORMAT,
+        "model": asdict(config),
+        "tokenizer": to_plain(tokenizer),
+        "step": step,
+        "validation": validation,
+    }
 
 
 def record_validation(path: Path, validation: dict[str, float]) -> None:
     """Replaces the validation figures in a checkpoint, by those over the whole split."""
-    content = torch.load(path, map_location="cpu", weights_only=True)
+    content = read_checkpoint(path)
     content["gpt"]["validation"] = validation
-    temporary = path.with_suffix(".tmp")
-    torch.save(content, temporary)
-    temporary.replace(path)
+    write_checkpoint(content, path)
 
 
 def load_checkpoint(path: Path, device: str | torch.device = "cpu") -> Checkpoint:
     """Builds the network and the tokenizer a checkpoint describes, and fills in its weights, strictly.
 
     Raises:
-        UserError: no such file, not a checkpoint of this project, or weights that do not fit.
+        UserError: no such file, not a checkpoint of this project or of this version, or weights that do not fit.
     """
-    entry, weights = read_safetensors(path) if path.suffix == SUFFIX else _read(path)
+    if path.suffix == SUFFIX:
+        entry, weights = read_safetensors(path)
+    else:
+        content = read_checkpoint(path)
+        entry, weights = content["gpt"], network_weights(content)
+    refuse_other_format(entry, path)
     try:
-        config = GPTConfig(**entry["model"])
+        config = saved_config(entry, path)
         _refuse_larger(config, weights)
         network = GPT(config)
         network.load_state_dict(weights)
@@ -98,27 +108,47 @@ def _refuse_larger(config: GPTConfig, weights: dict[str, torch.Tensor]) -> None:
         raise ValueError(f"it describes a network of {least_weights(config):,} weights, but has {there:,}")
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    if not path.is_file():
-        raise UserError(f"There is no checkpoint {path}. Train one with: python train.py")
+def saved_config(entry: dict[str, Any], path: Path) -> GPTConfig:
+    """The network that a checkpoint describes: plain values, whatever its file holds. Raises UserError."""
     try:
-        with path.open("rb") as file:
-            refuse_unsafe(path, file)
-            file.seek(0)
-            content = torch.load(file, map_location="cpu", weights_only=True)
-        if not isinstance(content, dict):
-            raise TypeError("no dictionary")
-        entry = content["gpt"]
-        weights = {
-            name.removeprefix(NETWORK_PREFIX): tensor
-            for name, tensor in content["state_dict"].items()
-            if name.startswith(NETWORK_PREFIX)
-        }
-    except (pickle.UnpicklingError, RuntimeError, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+        return GPTConfig(**entry["model"])
+    except (UserError, KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{path} is no checkpoint written by train.py, or it is damaged. Use another, or train one: python train.py"
+            f"{path} does not fit this version of the project ({error}). Train again, or use another."
         ) from error
-    return entry, weights
+
+
+def network_weights(content: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights of the GPT in a checkpoint, by their names there."""
+    return {
+        name.removeprefix(NETWORK_PREFIX): tensor
+        for name, tensor in content["state_dict"].items()
+        if name.startswith(NETWORK_PREFIX)
+    }
+
+
+def refuse_other_format(entry: dict[str, Any], path: Path) -> None:
+    """Raises UserError for a checkpoint that a later version of the project wrote."""
+    if entry.get("format", 1) != FORMAT:
+        raise UserError(
+            f"{path} has format {entry['format']!r}, but this version of the project reads format {FORMAT}. Use the "
+            "version that wrote it, or another checkpoint."
+        )
+
+
+def refuse_other_network(entry: dict[str, Any], config: GPTConfig, tokenizer: tiktoken.Encoding, path: Path) -> None:
+    """Raises UserError where the weights of a checkpoint are not for this network, or not for these tokens."""
+    refuse_other_format(entry, path)
+    saved, ours = asdict(saved_config(entry, path)), asdict(config)
+    differ = [
+        f"model.{name} is {ours.get(name)!r}, in the checkpoint {saved.get(name)!r}"
+        for name in {**ours, **saved}
+        if name not in NOT_IN_WEIGHTS and ours.get(name) != saved.get(name)
+    ]
+    if not differ and to_plain(tokenizer) != entry["tokenizer"]:
+        differ = [f"tokenizer {tokenizer.name} has other tokens than the checkpoint's"]
+    if differ:
+        raise UserError(f"{path} is of another network: {'; '.join(differ)}. Give the same, or another checkpoint.")
 
 
 def find_checkpoint(choice: str | None, runs_dir: str) -> Path:

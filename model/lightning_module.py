@@ -67,6 +67,8 @@ class GPTLightning(pl.LightningModule):
         if loss.device.type != "cpu":
             (step, loss), self._unchecked = self._unchecked or (step, torch.zeros(())), (step, loss)
         if not math.isfinite(loss):
+            if loss.device.type == "cpu":  # elsewhere the step with this loss has spoilt the weights meanwhile
+                refuse_non_finite_weights(self)
             raise diverged("loss", loss.item(), step)
 
     def on_train_batch_end(self, *args) -> None:
@@ -100,9 +102,9 @@ class GPTLightning(pl.LightningModule):
         nats, tokens, num_bytes = self.trainer.strategy.reduce(self.val_sums, reduce_op="sum").tolist()
         self.validation = {"nats_per_token": nats / tokens, "bits_per_byte": nats / num_bytes / math.log(2)}
         if self.trainer.state.fn == "fit":
-            if not math.isfinite(nats):  # the last step spoilt the weights: before they go into a checkpoint
+            if not math.isfinite(nats):
+                refuse_non_finite_weights(self)  # the last step spoilt them: before they go into a checkpoint
                 raise diverged("validation loss", nats / tokens, self.global_step)
-            self.log("val/loss", self.validation["nats_per_token"], logger=False)  # what checkpoints are chosen by
             values = {
                 "val/loss": self.validation["nats_per_token"],
                 "val/bits_per_byte": self.validation["bits_per_byte"],
@@ -116,7 +118,15 @@ class GPTLightning(pl.LightningModule):
         """One optimiser, at its peak learning rates."""
         optimizer = build_optimizer(self.network, self.optimizer_config)
         self.peak_lrs = [group["lr"] for group in optimizer.param_groups]
+        self._settings = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
         return optimizer
+
+    def on_train_start(self) -> None:
+        """For a resumed run, which got its state back: the optimiser's settings are the config's; it may be over."""
+        for group, settings in zip(self.optimizers().param_groups, self._settings, strict=True):
+            group.update(settings)
+        if run_progress(self.trainer) >= 1:
+            self.trainer.should_stop = True
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Learning rates follow the share of the run that is over.
@@ -133,17 +143,31 @@ class GPTLightning(pl.LightningModule):
         optimizer.zero_grad()
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
-        """Adds all it takes to sample."""
+        """Adds all it takes to sample. Raises UserError where the weights are no numbers."""
+        refuse_non_finite_weights(self)
         checkpoint["gpt"] = gpt_entry(self.network.config, self.tokenizer, self.global_step, self.validation)
 
 
-def diverged(what: str, loss: float, step: int) -> UserError:
-    """The error that stops a run whose loss is no number."""
+def diverged(what: str, value: float | str, step: int | str) -> UserError:
+    """The error that stops a run where something is no number."""
     return UserError(
-        f"The {what} is {loss} at step {step}, so training stopped; checkpoints written before are good. "
+        f"The {what} is {value} at step {step}, so training stopped; checkpoints written before are good. "
         "Lower optimizer.lr, optimizer.embedding_lr and optimizer.muon_lr, set trainer.gradient_clip_val=1.0, or use "
         "trainer.precision=32-true."
     )
+
+
+def refuse_non_finite_weights(module: GPTLightning) -> None:
+    """Raises UserError for weights that are no numbers: a gradient was none.
+
+    Looked for where it costs nothing a step: before weights are saved, and where a loss is no number. The loss shows
+    it one step later; that of a row of an embedding only once the row's token comes again.
+    """
+    spoilt = [name for name, weight in module.network.named_parameters() if not weight.isfinite().all()]
+    if spoilt:
+        exact = [name for name in spoilt if not name.endswith("embedding.weight")]
+        step = f"{module.global_step - 1}" + ("" if exact else " or before")
+        raise diverged(f"gradient of {(exact or spoilt)[0]}", "no finite number", step)
 
 
 def run_progress(trainer: pl.Trainer) -> float:

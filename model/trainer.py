@@ -9,7 +9,8 @@ from difflib import get_close_matches
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from configs.errors import UserError
@@ -28,8 +29,10 @@ _REFUSED = {
 _COUNTS = ("max_steps", "max_epochs", "min_steps", "min_epochs", "accumulate_grad_batches", "log_every_n_steps")
 
 
-def build_trainer(options: dict[str, Any], validations: int, batches_per_epoch: int, **ours: Any) -> Trainer:
-    """A Trainer with the user's options; `ours` are logger, callbacks and the like.
+def build_trainer(
+    options: dict[str, Any], validations: int, batches_per_epoch: int, callbacks: list[Callback], **ours: Any
+) -> Trainer:
+    """A Trainer with the user's options; `ours` are logger and the like.
 
     Args:
         options: what `resolve` made of the `trainer` group.
@@ -49,8 +52,10 @@ def build_trainer(options: dict[str, Any], validations: int, batches_per_epoch: 
             f"Use at least {1 / batches_per_epoch:.2g}."
         )
     options["check_val_every_n_epoch"] = None  # count batches of the run, so that an interval may exceed an epoch
+    # Always there, so that a run bounded by steps knows its time too, should it be extended by time.
+    timer = Timer(options.pop("max_time", None), verbose=False)
     try:
-        return Trainer(**ours, **options)
+        return Trainer(callbacks=[*callbacks, timer], **ours, **options)
     except (MisconfigurationException, TypeError, ValueError, RuntimeError, ImportError) as error:
         raise UserError(f"trainer: {' '.join(str(error).split())}") from error
 

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -109,11 +110,13 @@ def start(clean_environment) -> Callable[..., subprocess.Popen]:
 def call(start) -> Callable[..., Finished]:
     """call("train.py", *arguments) runs that to its end."""
 
-    def called(script: str, *arguments: str, stdin: str = "", runs: Path | None = None, **options) -> Finished:
+    def called(
+        script: str, *arguments: str, stdin: str = "", runs: Path | None = None, timeout: float = 120, **options
+    ) -> Finished:
         began = time.perf_counter()
         process = start(script, *arguments, **options)
         try:
-            out, err = process.communicate(stdin.encode(), timeout=120)
+            out, err = process.communicate(stdin.encode(), timeout=timeout)
         finally:
             process.kill()
         seconds = time.perf_counter() - began
@@ -221,6 +224,7 @@ def _as_process(task: Callable[[], None], monkeypatch, capfd, runs: Path) -> Fin
     """Runs the task as if in a process of its own: what it sets for all of a process is set back."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
+    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     root.handlers[:] = []
     capfd.readouterr()
     began, code = time.perf_counter(), 0
@@ -238,6 +242,8 @@ def _as_process(task: Callable[[], None], monkeypatch, capfd, runs: Path) -> Fin
             handler.close()
         root.handlers[:] = handlers
         root.setLevel(level)
+        for number, handler in signals.items():
+            signal.signal(number, handler)
         GlobalHydra.instance().clear()
     output = capfd.readouterr()
     return Finished(code, output.out, output.err, time.perf_counter() - began, newest(runs))

@@ -355,7 +355,7 @@ def test_checkpoint_is_plain_values_and_loads_without_running_code(best):
 
     walk(content["gpt"])
     walk(dict(content["state_dict"]))
-    assert set(content["gpt"]) == {"model", "tokenizer", "step", "validation"}
+    assert set(content["gpt"]) == {"format", "model", "tokenizer", "step", "validation"}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "nanochat", "tiny"])

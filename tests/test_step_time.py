@@ -8,7 +8,8 @@ import time
 import pytest
 
 from data.batches import TrainBatches
-from model.callbacks import KeepCheckpoint, RunLogger, Snapshots
+from model.callbacks import RunLogger, Snapshots
+from model.keeping import KeepBest
 from model.lightning_module import GPTLightning
 
 
@@ -45,7 +46,7 @@ def step_ms(train_here, events, monkeypatch):
         (GPTLightning, "validation_step"),
         (GPTLightning, "on_validation_epoch_end"),
         (Snapshots, "on_validation_end"),
-        (KeepCheckpoint, "on_validation_end"),
+        (KeepBest, "on_validation_end"),
         (RunLogger, "log_metrics"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,

@@ -3,9 +3,7 @@
 import base64
 import math
 import re
-import signal
 import subprocess
-import time
 from importlib import metadata
 
 import pytest
@@ -215,27 +213,6 @@ def test_run_bounded_by_epochs_takes_them_with_the_learning_rate_cooled(train_he
     assert finished.summary["steps"] == 2 * batches
     assert learning_rate_is_cooled(events, finished)
     assert len(curve(events, finished, "val/loss")) == 5
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_saves_the_last_step_and_is_the_exit_code(start, tiny, tmp_path, number):
-    settings = ("trainer.max_time=90s", "trainer.val_check_interval=25", f"runs_dir={tmp_path}")
-    process = start("train.py", *tiny, *settings)
-    try:
-        for line in process.stdout:  # lines come as things happen, into a pipe too
-            if re.match(rb"step 50:", line):
-                break
-        began = time.monotonic()
-        process.send_signal(number)
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 128 + number, err
-    assert err == b"" and time.monotonic() - began < 20
-    (last,) = tmp_path.glob("*/checkpoints/last.ckpt")
-    checkpoint = load_checkpoint(last)
-    assert checkpoint.step >= 50 and f"stopped at step {checkpoint.step:,}; saved" in out.decode()
-    assert {"optimizer_states", "lr_schedulers", "loops"} < set(checkpoint_of(last))
 
 
 # Whatever the machine

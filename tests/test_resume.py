@@ -1,0 +1,344 @@
+"""A run that was stopped goes on as if nothing had happened, and nothing else is taken for it."""
+
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from model.checkpoint import load_checkpoint
+from model.lightning_module import GPTLightning
+
+CURVES = ("train/loss", "train/grad_norm", "train/tokens", "val/loss", "val/bits_per_byte")
+
+
+def content_of(run, name="last.ckpt"):
+    return torch.load(run.path / "checkpoints" / name, map_location="cpu", weights_only=True)
+
+
+def curves(events, run):
+    log = events(run.path)
+    rates = [tag for tag in log.Tags()["scalars"] if tag.startswith("lr/")]
+    return {tag: [(event.step, event.value) for event in log.Scalars(tag)] for tag in (*CURVES, *rates)}
+
+
+def equal(a, b):
+    """The same plain values and the same bits, in whatever they are nested."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+@pytest.fixture
+def stopped_after(train_here, monkeypatch):
+    """stopped_after(batches, *overrides) is a run that gets Ctrl-C while it trains on its batches + 1st batch."""
+
+    def stopped(batches, *overrides, number=signal.SIGINT, **options):
+        step = GPTLightning.training_step
+
+        def interrupted(self, batch, batch_idx):
+            if self.batches_done == batches:
+                os.kill(os.getpid(), number)
+            return step(self, batch, batch_idx)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(GPTLightning, "training_step", interrupted)
+            finished = train_here(*overrides, **options)
+        assert finished.returncode == 128 + number, finished
+        return finished
+
+    return stopped
+
+
+def assert_same_run(events, one, other):
+    a, b = content_of(one), content_of(other)
+    for key in ("state_dict", "optimizer_states", "gpt", "global_step", "epoch"):
+        assert equal(a[key], b[key]), key
+    assert curves(events, one) == curves(events, other)
+    best, other_best = (load_checkpoint(run.path / "checkpoints/best.ckpt") for run in (one, other))
+    assert best.step == other_best.step and best.validation == other_best.validation
+    assert equal(best.network.state_dict(), other_best.network.state_dict())
+    figures = ("val_nats_per_token", "val_bits_per_byte", "steps", "tokens", "best_step")
+    assert all(one.summary[name] == other.summary[name] for name in figures)
+
+
+EPOCHS = ("tokenizer=byte", "data.batch_size=24", "trainer.max_epochs=3")  # of 11 batches
+ADAMW = ("optimizer=adamw", "model.dropout=0.2")
+ACCUMULATING = ("trainer.max_steps=8", "trainer.accumulate_grad_batches=4", "trainer.val_check_interval=6")
+
+
+@pytest.mark.parametrize(
+    ("settings", "stops"),
+    [
+        (("trainer.max_steps=20",), (0, 9)),
+        (("trainer.max_steps=20",), (3,)),  # a validation is due after this step
+        (("trainer.max_steps=20",), (4,)),  # has just been done
+        (("trainer.max_steps=20", *ADAMW), (7, 8)),
+        (("trainer.max_steps=20", "model=llama", "trainer.gradient_clip_val=0.5"), (13,)),
+        ((*ACCUMULATING, *ADAMW), (5, 14)),  # in the middle of a step
+        (ACCUMULATING, (11, 17)),  # in a step's last batch, a validation after it; in the middle, a validation after it
+        (EPOCHS, (10, 16)),  # in the last batch of an epoch, and within one
+        ((*EPOCHS, "trainer.accumulate_grad_batches=4"), (9, 11, 32)),
+    ],
+    ids=lambda value: " ".join(map(str, value)),
+)
+def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(train_here, stopped_after, events, settings, stops):
+    settings = (*settings, "trainer.log_every_n_steps=3")
+    whole = train_here(*settings)
+    stopped = stopped_after(stops[0], *settings)
+    for batches in stops[1:]:
+        stopped_after(batches, f"resume={stopped.dir}", settings=())
+    resumed = train_here(f"resume={stopped.dir}", settings=())
+    assert resumed.returncode == 0 and resumed.stderr == "", resumed
+    assert resumed.dir == stopped.dir
+    assert_same_run(events, whole, resumed)
+
+
+def constant(*settings):
+    """A learning rate that does not know how long the run is."""
+    return (*settings, "optimizer.warmup=0", "optimizer.cooldown=0", "trainer.log_every_n_steps=1")
+
+
+@pytest.mark.parametrize(
+    ("bound", "interval"),
+    [(("trainer.max_steps=12", "trainer.max_steps=23"), 5), (("trainer.max_epochs=1", "trainer.max_epochs=2"), 4)],
+)
+def test_extended_run_is_the_longer_one_bit_for_bit(train_here, events, bound, interval):
+    settings = constant("tokenizer=byte", "data.batch_size=24", f"trainer.val_check_interval={interval}")
+    short, long = bound
+    whole = train_here(*settings, long)
+    finished = train_here(*settings, short)
+    extended = train_here(f"resume={finished.dir}", long, settings=())
+    assert extended.returncode == 0, extended
+    assert f"changed: {short.replace('=', ' ')} -> {long.partition('=')[2]}" in extended.stdout.replace("\n", " ")
+    a, b = content_of(whole), content_of(extended)
+    assert equal(a["state_dict"], b["state_dict"]) and equal(a["optimizer_states"], b["optimizer_states"])
+    expected, found = curves(events, whole), curves(events, extended)
+    for name in ("train/loss", "train/grad_norm", "lr/muon"):
+        assert found[name] == expected[name], name
+    steps = {step for step, _ in found["val/loss"]}
+    assert steps >= {step for step, _ in expected["val/loss"]}  # and where the short run ended
+    assert [event.step for event in events(extended.path).Scalars("final/val_loss")] == [max(steps)]
+    assert extended.summary["steps"] == whole.summary["steps"] and extended.summary["tokens"] == whole.summary["tokens"]
+
+
+def test_finished_run_says_what_to_raise(train_here):
+    finished = train_here("trainer.max_steps=2")
+    error = train_here(f"resume={finished.dir}", settings=()).error
+    assert "is finished: trainer.max_steps=2 is reached" in error and "larger trainer.max_steps" in error
+    assert "has done 2" in train_here(f"resume={finished.dir}", "trainer.max_steps=1", settings=()).error
+    assert finished.summary["steps"] == 2  # still finished
+
+
+def test_time_already_used_counts_and_the_schedule_goes_on_from_its_share(train_here, stopped_after, events):
+    settings = ("trainer.max_time=4s", "optimizer.warmup=0", "optimizer.cooldown=1", "trainer.log_every_n_steps=1")
+    stopped = stopped_after(60, *settings)
+    used = content_of(stopped)["run"]["train_seconds"]
+    before = events(stopped.path).Scalars("lr/muon")[-1].value
+    resumed = train_here(f"resume={stopped.dir}", settings=())
+    assert resumed.returncode == 0, resumed
+    log = events(resumed.path)
+    rates = {event.step: event.value for event in log.Scalars("lr/muon")}
+    assert 0.8 * before < rates[62] < before  # falls on from there
+    seconds = content_of(resumed)["run"]["train_seconds"]
+    assert 0 < used < 4 <= seconds < 8
+    assert resumed.summary["seconds"] > content_of(resumed)["run"]["train_seconds"]
+
+
+def test_budget_that_is_used_up_is_refused_and_a_larger_one_adds_the_difference(train_here, tiny):
+    # In this process the imports are over: a second or two are left of four.
+    settings = tuple(setting for setting in tiny if "vocab" not in setting)
+    finished = train_here("budget=4s", settings=settings)
+    assert finished.returncode == 0, finished
+    before = content_of(finished)["run"]
+    error = train_here(f"resume={finished.dir}", "budget=3s", settings=()).error
+    assert "budget=3s is used up" in error
+    extended = train_here(f"resume={finished.dir}", "budget=6s", settings=())
+    after = content_of(extended)["run"]
+    assert after["max_time"] == pytest.approx(before["max_time"] + 2)
+    assert after["train_seconds"] == pytest.approx(after["max_time"], abs=1)
+
+
+# Which run, and where
+
+
+def test_resume_true_goes_on_with_the_newest_unfinished_run(train_here, stopped_after):
+    stopped_after(3, "trainer.max_steps=9")
+    newer = stopped_after(2, "trainer.max_steps=6")
+    finished = train_here("trainer.max_steps=2")
+    resumed = train_here("resume=true", settings=())
+    assert resumed.returncode == 0 and f"going on with {newer.dir} at step 3" in resumed.stdout
+    summary = newer.summary
+    assert summary["steps"] == 6 and finished.summary["steps"] == 2
+    train_here("resume=true", settings=())
+    error = train_here("resume=true", settings=()).error
+    assert "finished or in use" in error and "python train.py" in error
+
+
+def test_run_directory_that_was_moved_goes_on_and_keeps_its_best(
+    train_here, stopped_after, tiny_run, tmp_path, monkeypatch
+):
+    rising = ("optimizer.lr=1.0", "optimizer.muon_lr=1.0", "optimizer.warmup=1", "optimizer.cooldown=0")
+    settings = (f"init_from={tiny_run.dir}", *rising, "trainer.max_steps=12", "trainer.val_check_interval=4")
+    stopped = stopped_after(5, *settings)  # with such rates the first validation is the best
+    moved = tmp_path / "elsewhere" / "a=b"
+    moved.parent.mkdir()
+    shutil.move(stopped.dir, moved)
+    monkeypatch.chdir(tmp_path)
+    resumed = train_here("resume=elsewhere/a=b", settings=())
+    assert resumed.returncode == 0 and not list((tmp_path / "runs").iterdir()), resumed
+    best, last = (load_checkpoint(moved / "checkpoints" / name) for name in ("best.ckpt", "last.ckpt"))
+    assert best.step == 4 and last.step == 12
+    assert sorted(path.name for path in moved.iterdir())[0] == "checkpoints" and (moved / "summary.json").is_file()
+
+
+def test_run_that_was_stopped_before_its_first_checkpoint_begins_anew_in_its_directory(train_here, events, tmp_path):
+    whole = train_here("trainer.max_steps=6")
+    begun = tmp_path / "runs" / "begun"
+    (begun / "checkpoints").mkdir(parents=True)
+    shutil.copy(whole.path / "config.yaml", begun)
+    shutil.copy(next(whole.path.glob("events*")), begun)
+    (begun / "checkpoints" / "half.tmp").write_bytes(b"half")
+    resumed = train_here(f"resume={begun}", settings=())
+    assert resumed.returncode == 0 and resumed.dir == str(begun), resumed
+    assert_same_run(events, whole, resumed)
+    assert not list(begun.rglob("*.tmp"))
+
+
+def test_resume_is_neither_swept_nor_a_new_beginning(refuse, tiny_run):
+    assert "Leave out -m" in refuse("train", "-m", f"resume={tiny_run.dir}", "trainer.max_steps=50,60")
+    assert "Leave one out" in refuse("train", f"resume={tiny_run.dir}", f"init_from={tiny_run.dir}")
+
+
+@pytest.mark.parametrize("choice", ["nowhere", "."])
+def test_what_is_no_run_directory_is_refused(refuse, choice):
+    error = refuse("train", f"resume={choice}")
+    assert f"resume={choice}" in error and "config.yaml" in error
+
+
+def test_directory_of_a_run_in_progress_is_not_taken(start, train_here, tiny, tmp_path):
+    process = start("train.py", *tiny, "trainer.max_time=60s", f"runs_dir={tmp_path / 'runs'}")
+    try:
+        for line in process.stdout:
+            if line.startswith(b"a uniform guess"):
+                break
+        (run_dir,) = (tmp_path / "runs").iterdir()
+        assert "another process is training" in train_here(f"resume={run_dir}", settings=()).error
+        assert "in use" in train_here("resume=true", settings=()).error
+    finally:
+        process.kill()
+        process.communicate()
+
+
+# What can change
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ("model.num_layers=3", "model.num_layers 2 -> 3"),
+        ("model=llama", "model.positions learned -> rope"),
+        ("tokenizer=byte", "tokenizer.kind bpe -> byte"),
+        ("tokenizer.vocab_size=400", "tokenizer.vocab_size 300 -> 400"),
+        ("data.batch_size=8", "data.batch_size 4 -> 8"),
+        ("seed=5", "seed 0 -> 5"),
+        ("optimizer=adamw", "optimizer.name muon -> adamw"),
+    ],
+)
+def test_what_can_not_change_is_refused_by_name_with_both_values(train_here, tiny_run, tmp_path, setting, named):
+    run_dir = tmp_path / "run"
+    shutil.copytree(tiny_run.dir, run_dir)
+    before = sorted((path, path.stat().st_mtime_ns) for path in run_dir.rglob("*"))
+    if setting == "model=llama":
+        named = named.replace("learned", OmegaConf.load(run_dir / "config.yaml").model.positions)
+        named = "model." if "rope -> rope" in named else named
+    error = train_here(f"resume={run_dir}", setting, settings=()).error
+    assert named in error and "can't go on" in error
+    assert before == sorted((path, path.stat().st_mtime_ns) for path in run_dir.rglob("*"))
+
+
+def test_what_changes_is_said_and_done(train_here, stopped_after, events):
+    stopped = stopped_after(7, *constant("trainer.max_steps=12"))
+    changed = ("optimizer.lr=0.001", "optimizer.weight_decay=0.5", "trainer.gradient_clip_val=1.0")
+    resumed = train_here(f"resume={stopped.dir}", *changed, settings=())
+    assert "changed: optimizer.lr 0.003 -> 0.001, optimizer.weight_decay 0.1 -> 0.5, " in resumed.stdout
+    assert "trainer.gradient_clip_val null -> 1.0" in resumed.stdout
+    rates = dict(curves(events, resumed)["lr/adamw"])
+    assert rates[8] == pytest.approx(0.003) and rates[9] == pytest.approx(0.001)
+    groups = content_of(resumed)["optimizer_states"][0]["param_groups"]
+    assert {group["weight_decay"] for group in groups} == {0.5}
+    assert OmegaConf.load(resumed.path / "config.yaml").optimizer.weight_decay == 0.5
+
+
+def test_text_is_compared_by_what_it_says(train_here, stopped_after, tmp_path, text_file):
+    stopped = stopped_after(3, "trainer.max_steps=5")
+    other = tmp_path / "other.txt"
+    other.write_text(text_file.read_text().replace("king", "kong"))
+    error = train_here(f"resume={stopped.dir}", f"data.corpus={other}", settings=()).error
+    assert "data.corpus is not the text the run was trained on" in error and error.count("…") == 2
+    shutil.copy(text_file, other)
+    assert train_here(f"resume={stopped.dir}", f"data.corpus={other}", settings=()).returncode == 0
+
+
+# Old weights, new run
+
+
+def test_new_run_begins_with_old_weights(train_here, tiny_run, events):
+    begun = train_here(f"init_from={tiny_run.dir}", *constant("trainer.max_steps=3"))
+    assert begun.returncode == 0 and begun.dir != tiny_run.dir, begun
+    (step, loss), *_ = curves(events, begun)["train/loss"]
+    assert step == 1 and loss < curves(events, tiny_run)["train/loss"][0][1] - 1
+    assert begun.summary["steps"] == 3
+
+
+def test_new_run_takes_network_and_tokenizer_of_the_old_weights(train_here, tiny_run, tmp_path):
+    text = tmp_path / "new.txt"
+    text.write_text("Now is the winter of our discontent made glorious summer by this sun of York. " * 20)
+    settings = (f"data.corpus={text}", "trainer.max_steps=2", "data.batch_size=2", "trainer.accelerator=cpu")
+    begun = train_here(f"init_from={tiny_run.path / 'checkpoints/best.ckpt'}", *settings, settings=())
+    assert begun.returncode == 0, begun
+    old, new = (content_of(run, "best.ckpt")["gpt"] for run in (tiny_run, begun))
+    assert old["model"] == new["model"] and old["tokenizer"] == new["tokenizer"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ("model.num_layers=3", "model.num_layers is 3, in the checkpoint 2"),
+        ("tokenizer=byte", "model.vocab_size is 256, in the checkpoint 300"),
+    ],
+)
+def test_old_weights_of_another_network_are_refused_by_name(refuse, tiny, tiny_run, setting, named):
+    assert named in refuse("train", *tiny, f"init_from={tiny_run.dir}", setting, "trainer.max_steps=2")
+
+
+def test_weights_alone_are_not_gone_on_with(train_here, tiny_run):
+    best = tiny_run.path / "checkpoints/best.ckpt"
+    error = train_here(f"resume={best}", "trainer.max_steps=50", settings=()).error
+    assert "weights alone" in error and f"init_from={best}" in error
+
+
+# The curves
+
+
+def test_every_tag_grows_and_hyperparameters_are_there_once(train_here, stopped_after, events):
+    settings = ("trainer.max_steps=10", "trainer.log_every_n_steps=2")
+    stopped = stopped_after(3, *settings)
+    stopped_after(6, f"resume={stopped.dir}", settings=())
+    train_here(f"resume={stopped.dir}", settings=())
+    extended = train_here(f"resume={stopped.dir}", "trainer.max_steps=14", settings=())
+    log = events(extended.path)
+    for kind, read in (("scalars", log.Scalars), ("images", log.Images), ("tensors", log.Tensors)):
+        for tag in log.Tags()[kind]:
+            steps = [event.step for event in read(tag)]
+            assert steps == sorted(set(steps)), tag
+    assert [event.step for event in log.Scalars("train/loss")] == [2, 4, 6, 8, 10, 12, 14]
+    assert [event.step for event in log.Scalars("by_context_length/step_ms")] == [16]
+    rows = b"".join(path.read_bytes() for path in extended.path.glob("events*")).count(b"_hparams_/session_start_info")
+    assert rows == 1
