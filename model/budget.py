@@ -32,7 +32,7 @@ END_S = 2.0  # after the last validation: saving, a sample, the end of the proce
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to train in so much time. docs/EXPERIMENTS.md has the measurements; the second row is a first guess."""
+    """What to train in so much time. docs/EXPERIMENTS.md has the measurements."""
 
     teraflops: float
     """Seconds of training x `measured_speed` / 10^12 from which on it is taken."""
@@ -44,9 +44,10 @@ class Recipe:
 
 RECIPES = (
     Recipe(0.0, num_layers=2, d_model=128, vocab_size=2048),
-    Recipe(20.0, num_layers=3, d_model=192, vocab_size=4096, dropout=0.1),
+    Recipe(22.0, num_layers=2, d_model=192, vocab_size=2048),
 )
 HEAD_DIM = 32
+SECONDS_A_VALIDATION = 5.0  # of training at least between two: with its pictures one takes half a second
 # The step whose speed is measured: a plainer network of the shape of RECIPES' first row.
 REFERENCE = GPTConfig(vocab_size=2048, positions="rope", norm="rmsnorm", norm_affine=False, mlp="relu2", bias=False)
 REFERENCE_BATCH, REFERENCE_STEPS = 24, 8
@@ -125,6 +126,8 @@ def with_recipe(config: DictConfig, budget: timedelta, spent: float, flops_per_s
         text_bytes = sum(file.stat().st_size for file in find_files(config.data.corpus))
         default = vocab_size_for(int((1 - config.data.val_fraction) * text_bytes))
         picked["tokenizer.vocab_size"] = min(recipe.vocab_size, 2 * default)  # the default suits the first row
+    if seconds < SECONDS_A_VALIDATION * config.validations:
+        picked["validations"] = max(1, int(seconds / SECONDS_A_VALIDATION))
     picked = {key: value for key, value in picked.items() if not is_given(config, key)}
     if is_given(config, "model.d_model") or not works(with_values(config, picked)):
         for key in ("model.d_model", "model.num_heads"):  # as they are they go with each other and the rest
@@ -136,7 +139,9 @@ def with_recipe(config: DictConfig, budget: timedelta, spent: float, flops_per_s
 
 
 def is_given(config: DictConfig, key: str) -> bool:
-    """Whether the command line gives the key, or a file that it chooses gives it another value than the default."""
+    """Whether the command line gives the key, or, of a group's key, a file that it chooses another value."""
+    if "." not in key:
+        return key in given_keys()
     group, name = key.split(".")
     default = getattr({"model": GPTConfig, "tokenizer": TokenizerConfig}[group], name)
     return key in given_keys() or config[group][name] != default

@@ -108,6 +108,14 @@ def test_all_that_is_not_given_is_picked_and_said_in_one_line(pick):
         assert f"{50 + teraflops:.0f} s" in line and "GFLOP/s" in line and "\n" not in line
 
 
+def test_a_short_run_validates_less_often_but_never_less_than_asked_for(pick):
+    for seconds, validations in ((2.0, 1), (12.0, 2), (24.9, 4), (25.0, 5), (1000.0, 5)):
+        config, line = pick(1.0, seconds=seconds)
+        assert config.validations == validations
+        assert ("validations=" in line) == (validations < 5)
+    assert pick(1.0, "validations=7", seconds=2.0)[0].validations == 7
+
+
 @pytest.mark.parametrize("key", PICKED)
 def test_given_key_stays_also_where_it_is_the_default(pick, key):
     default = OmegaConf.select(compose("train", []), key)
