@@ -92,9 +92,9 @@ class Layer:
 
 def unmasked_attention(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Few queries (B, G, R, D) gather from keys and values (B, G, S, D) -> (B, G, R, D)."""
-    if q.size(0) == 1:
+    if q.size(0) == 1 or q.device.type != "cpu":
         return F.scaled_dot_product_attention(q, keys, values)
-    # Many sequences: two products are faster, 7 % of a step of 64.
+    # For many sequences on the CPU two products take an eighth less than PyTorch's fused attention.
     scores = torch.bmm(q.flatten(0, 1), keys.flatten(0, 1).mT)  # (B G, R, D) (B G, D, S) -> (B G, R, S)
     weights = scores.mul_(q.size(-1) ** -0.5).softmax(-1)
     return torch.bmm(weights, values.flatten(0, 1)).view(q.shape)
