@@ -77,7 +77,7 @@ def weights(logits: Tensor, config: SamplingConfig, seen: Tensor | None) -> Tens
     """`probabilities` before they are made to sum to 1, which a draw can do without."""
     temperature = max(config.temperature, 1e-20)  # by a much smaller one a float32 may overflow
     probs = (penalized(logits, config, seen) / temperature).softmax(-1)
-    return torch.where(probs < least_kept(probs, config), 0, probs) if config.filters else probs
+    return probs.masked_fill_(probs < least_kept(probs, config), 0) if config.filters else probs
 
 
 def least_kept(probs: Tensor, config: SamplingConfig) -> Tensor:
