@@ -117,19 +117,19 @@ class MultiHeadAttention(nn.Module):
         if key is None:  # self-attention: one matrix product, and queries and keys turn together
             heads = self.in_proj(query).unflatten(-1, (H + 2 * G, D))  # (B, T, H + 2G, D)
             qk, v = heads.split([H + G, G], dim=2)
-            q, k = self._norm_and_rotate(qk, rope).split([H, G], dim=2)
+            q, k = self.norm_and_rotate(qk, rope).split([H, G], dim=2)
         else:
             value = key if value is None else value
             rows = [H * D, G * D, G * D]
             w_q, w_k, w_v = self.in_proj.weight.split(rows)
             b_q, b_k, b_v = (None, None, None) if self.in_proj.bias is None else self.in_proj.bias.split(rows)
-            q = self._norm_and_rotate(F.linear(query, w_q, b_q).unflatten(-1, (H, D)), rope)  # (B, T, H, D)
-            k = self._norm_and_rotate(F.linear(key, w_k, b_k).unflatten(-1, (G, D)), rope)  # (B, S, G, D)
+            q = self.norm_and_rotate(F.linear(query, w_q, b_q).unflatten(-1, (H, D)), rope)  # (B, T, H, D)
+            k = self.norm_and_rotate(F.linear(key, w_k, b_k).unflatten(-1, (G, D)), rope)  # (B, S, G, D)
             v = F.linear(value, w_v, b_v).unflatten(-1, (G, D))  # (B, S, G, D)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def _norm_and_rotate(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-        """(B, T, heads, D) -> the same shape."""
+    def norm_and_rotate(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Queries or keys (B, T, heads, D), or of one token (B, heads, D) -> the same shape."""
         if self.qk_norm_eps is not None:
             x = rms_norm(x, self.qk_norm_eps)
         return x if rope is None else rotate(x, *rope)
@@ -190,7 +190,7 @@ def rope_tables(context_length: int, head_dim: int, base: float) -> tuple[Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns every pair of x (B, T, heads, D) by its position's angle; cos and sin are (T, D)."""
+    """Turns every pair of x (B, T, heads, D), or of one token (B, heads, D), by its angle; cos and sin are (T, D)."""
     cos, sin = cos[:, None], sin[:, None]  # (T, 1, D)
     swapped = x.roll(x.size(-1) // 2, dims=-1)  # each entry's partner, (B, T, heads, D)
     return torch.addcmul(x * cos, swapped, sin)

@@ -255,6 +255,11 @@ class SamplingConfig:
         self.stops  # noqa: B018 -- looked at here to be refused here
 
     @property
+    def filters(self) -> bool:
+        """Whether top_k, top_p or min_p is on."""
+        return bool(self.top_k or self.min_p or (self.top_p or 1) < 1)
+
+    @property
     def stops(self) -> list[str]:
         """The texts at which writing ends. Raises UserError for what begins like a list but is none of texts."""
         if not (self.stop or "").startswith("["):

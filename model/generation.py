@@ -34,19 +34,19 @@ def generate_batch(
         max_new_tokens times, as soon as they are drawn: the next ids (B,), int64, and the natural logarithms of
         their probabilities (B,), float32, as the model gives them, before temperature and filters.
     """
-    vocab_size, device = decoder.network.config.vocab_size, next(decoder.network.parameters()).device
-    logits = decoder.prefill(torch.tensor([prompt[-decoder.context_length :]], device=device))
+    logits = decoder.prefill(torch.tensor([prompt[-decoder.context_length :]], device=decoder.device))
     decoder.expand(len(samples))
     logits = logits.expand(len(samples), -1)  # (B, vocab_size)
     generators = [torch.Generator().manual_seed(config.seed * 1_000_003 + index) for index in samples]
-    noise = torch.empty(len(samples), vocab_size)  # drawn on the CPU: every device writes the same
+    noise = torch.empty(len(samples), decoder.vocab_size)  # drawn on the CPU: every device writes the same
+    rows = noise.unbind()
     for left in reversed(range(config.max_new_tokens)):
         logits = logits.float()
         if config.temperature > 0:
-            for row, generator in zip(noise, generators, strict=True):
+            for row, generator in zip(rows, generators, strict=True):
                 row.exponential_(generator=generator)
-        ids = draw(logits, config, noise.to(device, non_blocking=True), decoder.seen)  # (B,)
-        yield ids, logits.log_softmax(-1).gather(1, ids[:, None])[:, 0]
+        ids = draw(logits, config, noise, decoder.seen)  # (B,)
+        yield ids, logits.log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1)
         if left:
             logits = decoder.step(ids)
 
@@ -61,7 +61,7 @@ def draw(logits: Tensor, config: SamplingConfig, noise: Tensor, seen: Tensor) ->
     """
     if config.temperature == 0:
         return penalized(logits, config, seen).argmax(-1)
-    return (probabilities(logits, config, seen) / noise).argmax(-1)
+    return (weights(logits, config, seen) / noise.to(logits.device, non_blocking=True)).argmax(-1)
 
 
 def probabilities(logits: Tensor, config: SamplingConfig, seen: Tensor | None = None) -> Tensor:
@@ -69,29 +69,40 @@ def probabilities(logits: Tensor, config: SamplingConfig, seen: Tensor | None = 
 
     In this order: repetition_penalty, temperature, top_k, top_p, min_p. The likeliest token always stays.
     """
-    logits = penalized(logits, config, seen)
-    temperature = max(config.temperature, 1e-30)  # a float32 holds no much smaller one
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # none makes this overflow
-    if config.top_k and config.top_k < logits.size(-1):
-        logits = logits.masked_fill(logits < logits.topk(config.top_k).values[..., -1:], -torch.inf)
-    probs = logits.softmax(-1)
+    kept = weights(logits, config, seen)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def weights(logits: Tensor, config: SamplingConfig, seen: Tensor | None) -> Tensor:
+    """`probabilities` before they are made to sum to 1, which a draw can do without."""
+    temperature = max(config.temperature, 1e-20)  # by a much smaller one a float32 may overflow
+    probs = (penalized(logits, config, seen) / temperature).softmax(-1)
+    return probs.masked_fill_(probs < least_kept(probs, config), 0) if config.filters else probs
+
+
+def least_kept(probs: Tensor, config: SamplingConfig) -> Tensor:
+    """Probability of the least likely token that top_k, top_p and min_p leave: (..., vocab_size) -> (..., 1)."""
+    vocab_size = probs.size(-1)
+    ordered = probs.topk(min(config.top_k or vocab_size, vocab_size)).values  # (..., k), the likeliest first
+    least = ordered[..., -1:]
     if config.top_p is not None and config.top_p < 1:  # nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751
-        ordered, order = probs.sort(descending=True)
-        before = ordered.cumsum(-1) - ordered  # probability of all likelier tokens
-        dropped = torch.zeros_like(probs, dtype=torch.bool).scatter(-1, order, before >= config.top_p)
-        probs = probs.masked_fill(dropped, 0)
+        sums = ordered.cumsum(-1)
+        dropped = sums - ordered >= config.top_p * sums[..., -1:]  # all likelier ones make up top_p already
+        least = ordered.masked_fill(dropped, 1).amin(-1, keepdim=True)
     if config.min_p:  # Nguyen et al. 2024, arXiv:2407.01082
-        probs = probs.masked_fill(probs < config.min_p * probs.amax(-1, keepdim=True), 0)
-    return probs / probs.sum(-1, keepdim=True)
+        least = torch.maximum(least, config.min_p * ordered[..., :1])
+    return least
 
 
 def penalized(logits: Tensor, config: SamplingConfig, seen: Tensor | None) -> Tensor:
     """Logits (..., vocab_size) with those of the tokens in view, (..., T), made smaller (arXiv:1909.05858)."""
-    if config.repetition_penalty == 1 or seen is None:
+    penalty = config.repetition_penalty
+    if penalty == 1 or seen is None:
         return logits
     found = logits.gather(-1, seen)  # (..., T)
-    smaller = torch.where(found < 0, found * config.repetition_penalty, found / config.repetition_penalty)
-    return logits.scatter(-1, seen, smaller)
+    # Divided where positive, multiplied where negative: above 1 that is the smaller of the two, below the larger.
+    changed = (torch.minimum if penalty > 1 else torch.maximum)(found * penalty, found / penalty)
+    return logits.scatter(-1, seen, changed)
 
 
 @torch.inference_mode()

@@ -82,7 +82,7 @@ class MLP(nn.Module):
         if self.kind == "gelu":
             h = F.gelu(h, approximate="tanh")
         elif self.kind == "relu2":
-            h = SquaredReLU.apply(h)
+            h = SquaredReLU.apply(h) if h.requires_grad else F.relu(h).square()
         else:  # SwiGLU, arXiv:2002.05202
             gate, value = h.chunk(2, dim=-1)  # (B, T, mlp_width) each
             h = F.silu(gate) * value
