@@ -15,8 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 from configs.errors import UserError
 from configs.run_directory import given_keys, in_use, inherited_run_dir
 
-# What weights, optimiser state and the order of batches were made with. The text is compared by what it says,
-# wherever it lies (train.py).
+# What weights, optimiser state and the order of batches were made with. The text may lie elsewhere: what it says is
+# compared (model/old_weights.py).
 _FIXED = ("model.", "tokenizer.", "data.", "seed", "optimizer.name")
 _FREE = ("model.dropout", "model.bigram_dropout", "data.cache_dir", "data.corpus")
 _BOUNDS = ("budget", "trainer.max_steps", "trainer.max_epochs", "trainer.max_time")

@@ -138,7 +138,9 @@ class MultiHeadAttention(nn.Module):
 def fused_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0, causal: bool = False
 ) -> Tensor:
-    """The same as `written_out_attention` in one call, which never holds the scores: PyTorch's SDPA.
+    """The same as `written_out_attention` in one call: PyTorch's SDPA, which never holds all scores.
+
+    On CPUs where oneDNN is faster, a short text's are held: see model/onednn.py.
 
     Args:
         q: (B, H, T, D).

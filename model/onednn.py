@@ -18,6 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from model.dropout import dropout_factors
 
+# Tokens from which on `onednn_attention` pays: below, preparing its many small products costs more than they take.
+MIN_LENGTH = 512
+
 
 def has_onednn() -> bool:
     """Whether this PyTorch carries oneDNN's product."""
@@ -121,12 +124,9 @@ class _ShortAttention(torch.autograd.Function):
             grad_weights = grad @ v.mT  # (B H, T, T)
             if factors is not None:
                 grad_weights *= factors
-            grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
+            grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, weights.dtype)  # (B H, T, T)
             grad_scores *= ctx.scale
             return grad_scores @ k, grad_scores.mT @ q, grad_v, None
-
-
-MIN_LENGTH = 512  # break-even; below, preparing oneDNN's many small products costs more than they take
 
 
 def onednn_attention(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:

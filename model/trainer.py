@@ -19,7 +19,7 @@ _REFUSED = {
     "check_val_every_n_epoch": "Use validations=5, or trainer.val_check_interval=100 for every 100 batches.",
     "fast_dev_run": "Use trainer.max_steps=1 for a short run.",
     "logger": "A run always writes TensorBoard events.",
-    "callbacks": "train.py lists them.",
+    "callbacks": "model/run.py lists them.",
     "default_root_dir": "Use runs_dir=DIRECTORY.",
     "enable_checkpointing": "The best checkpoint is what a run is for.",
     "num_sanity_val_steps": "The first validation comes early enough: validations=5.",
