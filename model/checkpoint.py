@@ -2,8 +2,8 @@
 
 A checkpoint is a dictionary of plain values and tensors: Lightning's own entries, and under the key
 `gpt` all it takes to write text: {"format", "model": GPTConfig's fields, "tokenizer": the merges, "step",
-"validation": {"nats_per_token", "bits_per_byte"}}. No file can run code: how it lies on
-the disk and is read is in model/checkpoint_file.py. model/safe_weights.py has the other way to keep a network.
+"validation": {"nats_per_token", "bits_per_byte"}}. How it lies on the disk, and why reading it runs no code, is in
+model/checkpoint_file.py; the other way to keep a network in model/safe_weights.py.
 """
 
 from dataclasses import asdict, dataclass
@@ -24,6 +24,8 @@ from model.safe_weights import SUFFIX, read_safetensors, write_safetensors
 MAX_ROPE_NUMBERS = 1 << 25  # a million positions of 32: the one part that no weights bound
 FORMAT = 1  # of the `gpt` entry; raised when an older version of the project could not read it
 NETWORK_PREFIX = "network."  # GPTLightning keeps the GPT under this name
+# What building a network may raise from values that this version of the project did not write.
+_UNFIT = (UserError, AttributeError, KeyError, TypeError, ValueError, RuntimeError, OverflowError)
 NOT_IN_WEIGHTS = ("dropout", "bigram_dropout", "init")  # fields of GPTConfig that may differ for the same weights
 
 
@@ -83,8 +85,8 @@ def load_checkpoint(path: Path, device: str | torch.device = "cpu") -> Checkpoin
         content = read_checkpoint(path)
         entry, weights = content["gpt"], network_weights(content)
     refuse_other_format(entry, path)
+    config = saved_config(entry, path)
     try:
-        config = saved_config(entry, path)
         _refuse_larger(config, weights)
         network = GPT(config)
         network.load_state_dict(weights)
@@ -93,12 +95,14 @@ def load_checkpoint(path: Path, device: str | torch.device = "cpu") -> Checkpoin
             raise ValueError(f"{tokenizer.n_vocab} tokens, but a network for {network.config.vocab_size}")
         checkpoint = Checkpoint(path, network.to(device).eval(), tokenizer, int(entry["step"]), validation)
         checkpoint.describe()  # which needs all of it
-    except (UserError, AttributeError, KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"{path} does not fit this version of the project ({reason}). Train again, or use another."
-        ) from error
+    except _UNFIT as error:
+        raise _does_not_fit(path, error) from error
     return checkpoint
+
+
+def _does_not_fit(path: Path, error: Exception) -> UserError:
+    reason = " ".join(str(error).split())[:200]
+    return UserError(f"{path} does not fit this version of the project ({reason}). Train again, or use another.")
 
 
 def _refuse_larger(config: GPTConfig, weights: dict[str, torch.Tensor]) -> None:
@@ -112,10 +116,8 @@ def saved_config(entry: dict[str, Any], path: Path) -> GPTConfig:
     """The network that a checkpoint describes: plain values, whatever its file holds. Raises UserError."""
     try:
         return GPTConfig(**entry["model"])
-    except (UserError, KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{path} does not fit this version of the project ({error}). Train again, or use another."
-        ) from error
+    except _UNFIT as error:
+        raise _does_not_fit(path, error) from error
 
 
 def network_weights(content: dict[str, Any]) -> dict[str, torch.Tensor]:

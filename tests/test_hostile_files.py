@@ -269,7 +269,7 @@ def changes(canary: Path) -> dict[str, dict]:
 def test_value_that_asks_for_something_is_only_a_value(refuse, canary, tmp_path, good, name):
     torch.save(good | {"gpt": good["gpt"] | changes(canary)[name]}, tmp_path / "bad.ckpt")
     began = time.perf_counter()
-    assert "does not fit" in refuse("sample", f"checkpoint={tmp_path / 'bad.ckpt'}")
+    assert refuse("sample", f"checkpoint={tmp_path / 'bad.ckpt'}").count("does not fit") == 1  # said once
     assert time.perf_counter() - began < 5  # 10^9 layers would take hours
 
 
