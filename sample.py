@@ -32,14 +32,7 @@ def main(config: DictConfig) -> None:
         if config[key] not in choices:
             raise UserError(f"{key} is {config[key]!r}, but must be one of {', '.join(choices)}.")
     prompt = read_prompt(config)
-    if config.mode == "interactive" and prompt:
-        raise UserError("mode=interactive reads prompts line by line. Leave prompt and prompt_file out.")
-    if config.export is not None and (prompt or config.mode != "write"):
-        raise UserError("export only keeps the network. Leave prompt, prompt_file and mode out.")
-    if config.export is not None and not config.export.endswith(".safetensors"):
-        raise UserError(f"export is {config.export!r}, but must end in .safetensors.")
-    if config.mode == "score" and not prompt:
-        raise UserError('There is no text to score. Give one: prompt="To be, or not", or prompt_file=poem.txt')
+    refuse_contradictions(config, prompt)
 
     from model.checkpoint import find_checkpoint, load_checkpoint
     from model.writing import score_text
@@ -58,6 +51,18 @@ def main(config: DictConfig) -> None:
         converse(checkpoint, sampling, as_json)
     else:
         show_scores(checkpoint, score_text(checkpoint, prompt), as_json)
+
+
+def refuse_contradictions(config: DictConfig, prompt: str) -> None:
+    """Raises UserError for choices that cannot work, alone or together."""
+    if config.mode == "interactive" and prompt:
+        raise UserError("mode=interactive reads prompts line by line. Leave prompt and prompt_file out.")
+    if config.export is not None and (prompt or config.mode != "write"):
+        raise UserError("export only keeps the network. Leave prompt, prompt_file and mode out.")
+    if config.export is not None and not config.export.endswith(".safetensors"):
+        raise UserError(f"export is {config.export!r}, but must end in .safetensors.")
+    if config.mode == "score" and not prompt:
+        raise UserError('There is no text to score. Give one: prompt="To be, or not", or prompt_file=poem.txt')
 
 
 def write_samples(checkpoint: Checkpoint, prompt: str, config: SamplingConfig, as_json: bool, first: int = 0) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -44,6 +44,7 @@ from model.memory import refuse_beyond_memory
 if TYPE_CHECKING:  # the slow imports are in main: a mistake on the command line is answered before them
     from lightning.pytorch import Trainer
 
+    from model.checkpoint import Checkpoint
     from model.gpt import GPT
     from model.run import Run
 
@@ -151,7 +152,7 @@ def describe(network: GPT, trainer: Trainer) -> str:
 
 
 def summarise(run: Run, trainer: Trainer, run_dir: Path) -> None:
-    """Writes summary.json and prints it, with a few lines of the best checkpoint's writing."""
+    """Writes summary.json, with which the run is finished, and prints what it came to."""
     from model.checkpoint import load_checkpoint
     from model.generation import generate
 
@@ -165,7 +166,18 @@ def summarise(run: Run, trainer: Trainer, run_dir: Path) -> None:
     trainer.logger.log_final(
         (*best.validation.values(), *speed), trainer.global_step, best.network.config.context_length
     )
-    summary = {
+    summary = figures(run, trainer, best, run_dir)
+    temporary = run_dir / "summary.tmp"
+    temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(run_dir / "summary.json")  # from now on the run is finished
+    (run_dir / "checkpoints" / "previous.ckpt").unlink(missing_ok=True)
+    say(conclusion(summary, text, run_dir))
+
+
+def figures(run: Run, trainer: Trainer, best: Checkpoint, run_dir: Path) -> dict[str, Any]:
+    """What a run came to, for summary.json: its loss, its time, its speed, its size."""
+    metrics = run.metrics
+    return {
         "val_nats_per_token": best.validation["nats_per_token"],
         "val_bits_per_byte": best.validation["bits_per_byte"],
         "seconds": round(time.monotonic() - run.began, 2),
@@ -185,15 +197,15 @@ def summarise(run: Run, trainer: Trainer, run_dir: Path) -> None:
             "tiny_gpt": VERSION,
         },
     }
-    temporary = run_dir / "summary.tmp"
-    temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(run_dir / "summary.json")  # from now on the run is finished
-    (run_dir / "checkpoints" / "previous.ckpt").unlink(missing_ok=True)
+
+
+def conclusion(summary: dict[str, Any], text: str, run_dir: Path) -> str:
+    """The last lines of a run: its figures, a little of what the best checkpoint writes, and what to do with it."""
     python, place = this_python(), shlex.quote(str(shown(run_dir)))
     all_runs = shlex.quote(str(shown(run_dir.parent)))
     lines = [line for line in text.split("\n") if line.strip()]
-    say(
-        f"\nbest checkpoint, step {best.step:,} of {trainer.global_step:,}: validation "
+    return (
+        f"\nbest checkpoint, step {summary['best_step']:,} of {summary['steps']:,}: validation "
         f"{summary['val_nats_per_token']:.3f} nats per token, {summary['val_bits_per_byte']:.3f} bits per byte\n"
         f"{summary['seconds']:.0f} seconds in all, {summary['tokens_per_second']:,.0f} tokens per second in training\n"
         f"run directory: {shown(run_dir)}\n\n"
