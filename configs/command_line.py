@@ -30,14 +30,7 @@ PROMPT_BYTES = 64 << 20
 # Their values are taken exactly as typed: Hydra would read commas, quotes, = and ${ as its own grammar.
 PATH_KEYS = ("prompt_file", "export", "runs_dir", "png", "html", "logdir")
 LITERAL_KEYS = (
-    "prompt",
-    "stop",
-    "token",
-    "checkpoint",
-    "resume",
-    "init_from",
-    "data.corpus",
-    "data.cache_dir",
+    *("prompt", "stop", "token", "checkpoint", "resume", "init_from", "data.corpus", "data.cache_dir"),
     *PATH_KEYS,
 )
 
@@ -50,18 +43,16 @@ def run(task: Callable[[DictConfig], None], config_name: str) -> None:
         if not started_by_lightning():  # which passes on what this line made of the arguments
             sys.argv[1:] = flags_first([as_literal(argument) for argument in sys.argv[1:]])
 
+        composed: list[DictConfig] = []  # empty: an error is one of composing the config
+
         @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=config_name)
         def job(config: DictConfig) -> None:
-            with (
-                quiet_end(),
-                one_line_errors(config_name),
-                sweep_removed_if_refused(),
-            ):  # here too: Hydra would print a line first
+            # One line here too: Hydra would print one of its own first.
+            with quiet_end(), one_line_errors(config_name), sweep_removed_if_refused():
                 composed.append(config)
-                refuse_unknown(config, config_name)
+                refuse_unknown_or_missing(config, config_name)
                 task(config)
 
-        composed: list[DictConfig] = []
         try:
             job()
         except Exception as error:
@@ -79,7 +70,7 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
             config = hydra.compose(config_name, overrides)
     except Exception as error:  # of what kind, Hydra does not promise
         raise UserError(explain(error, config_name)) from error
-    refuse_unknown(config, config_name)
+    refuse_unknown_or_missing(config, config_name)
     return config
 
 
@@ -220,22 +211,15 @@ def explain(error: Exception, config_name: str) -> str:
     return f"{where.split()[0]}: {said}. Give a plain value." if where else said
 
 
-def refuse_missing(config: DictConfig, config_name: str) -> None:
-    """Raises UserError for a key of the config that ~key or key=??? took away."""
-    keys = [f.name for f in dataclasses.fields(schema.ROOTS[config_name])]
-    missing = sorted({key for key in keys if key not in config} | OmegaConf.missing_keys(config))
-    for key in missing:
-        if key != "model.vocab_size":  # which comes from the tokenizer
-            raise UserError(f"{key} has no value. Give one, or leave it out for the default.")
-
-
-def refuse_unknown(config: DictConfig, config_name: str) -> None:
-    """Raises UserError for a key that Hydra let in because of a leading +."""
+def refuse_unknown_or_missing(config: DictConfig, config_name: str) -> None:
+    """Raises UserError for a key that Hydra let in because of a leading +, or that ~key or key=??? took away."""
     known = [f.name for f in dataclasses.fields(schema.ROOTS[config_name])]
     for key in config:
         if key not in known:
             raise UserError(unknown_key(str(key), config_name))
-    refuse_missing(config, config_name)
+    missing = {key for key in known if key not in config} | OmegaConf.missing_keys(config)
+    for key in sorted(missing - {"model.vocab_size"}):  # which comes from the tokenizer
+        raise UserError(f"{key} has no value. Give one, or leave it out for the default.")
 
 
 def unknown_key(key: str, config_name: str) -> str:

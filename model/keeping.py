@@ -24,7 +24,6 @@ from model.checkpoint_file import read_checkpoint, write_checkpoint
 from model.lightning_module import run_progress
 
 say = logging.getLogger(__name__).info
-_IN_TRAINING = "fit"
 
 
 class CheckpointFiles(TorchCheckpointIO):
@@ -49,7 +48,7 @@ class KeepBest(Checkpoint):
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Writes, if it is the lowest."""
         loss = module.validation["nats_per_token"]
-        if trainer.state.fn == _IN_TRAINING and loss < self.lowest:
+        if trainer.state.fn == "fit" and loss < self.lowest:
             self.lowest = loss
             trainer.save_checkpoint(self.path, weights_only=True)
 
@@ -93,7 +92,7 @@ class KeepLast(Checkpoint):
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Writes at the end of the run; before it, the next batch shows whether a step is complete."""
-        if trainer.state.fn == _IN_TRAINING:
+        if trainer.state.fn == "fit":
             self._due = True
             if run_progress(trainer) >= 1:
                 self.save(trainer)
