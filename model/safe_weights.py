@@ -16,7 +16,7 @@ from safetensors.torch import save
 from configs.errors import UserError
 
 SUFFIX = ".safetensors"
-ENTRIES = ("model", "tokenizer", "step", "validation")
+ENTRIES = ("model", "tokenizer", "step", "validation", "format")
 
 
 def write_safetensors(path: Path, entry: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:

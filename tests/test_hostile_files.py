@@ -321,10 +321,19 @@ def test_exported_network_writes_the_same_from_the_one_file_alone(sample_here, c
     assert fresh.stderr.partition(":")[2] == sample_here(f"checkpoint={tiny_run.path}", *asked).stderr.partition(":")[2]
 
 
+def test_export_of_another_version_is_named(refuse, tmp_path, tiny_run, monkeypatch):
+    file, checkpoint = tmp_path / "later.safetensors", load_checkpoint(tiny_run.path / "checkpoints" / "best.ckpt")
+    with monkeypatch.context() as later_version:
+        later_version.setattr("model.checkpoint.FORMAT", 7)
+        checkpoint.export(file)
+    error = refuse("sample", f"checkpoint={file}")
+    assert "has format 7" in error and "reads format 1" in error
+
+
 def headers(canary: Path) -> dict[str, bytes]:
     """Starts of a safetensors file: its length, its JSON."""
     call = json.dumps({"_target_": "os.system", "command": f"touch {canary}"})
-    entries = {"model": call, "tokenizer": call, "step": "0", "validation": call}
+    entries = {"model": call, "tokenizer": call, "step": "0", "validation": call, "format": "1"}
 
     def header(described) -> bytes:
         text = json.dumps(described).encode()
