@@ -332,7 +332,7 @@ def formula_mb(measured: Measured, reading: Reading) -> float:
 
 def matrix_mb(measured: Measured, reading: Reading) -> float:
     """The score matrix as measured: what written-out attention keeps, less the other, small things it keeps."""
-    kept = kept_bytes(measured.config, reading.context_length, "written_out", reading.sequences)
+    kept = kept_bytes(measured.config, reading.context_length, reading.sequences)
     return reading.kept_mb - (kept / 2**20 - formula_mb(measured, reading))
 
 

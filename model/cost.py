@@ -22,17 +22,14 @@ def score_matrix_bytes(
     return sequences * num_layers * num_heads * context_length**2 * bytes_per_number
 
 
-def kept_bytes(config: GPTConfig, context_length: int, implementation: str, sequences: int) -> int | None:
-    """What one layer's attention keeps from the forward for the backward pass, beside Q, K and V; float32.
+def kept_bytes(config: GPTConfig, context_length: int, sequences: int) -> int:
+    """What one layer's written-out attention keeps from the forward for the backward pass, beside Q, K and V; float32.
 
-    written_out: the weights, as large as the scores; K and V, repeated a query head; the output; the mask, a byte a
-    pair. fused: the output, and one number a query and head from which the weights are made again. None: not known.
+    The weights, as large as the scores; K and V, repeated a query head; the output; the mask, a byte a pair.
     """
-    one = 4 * sequences * config.num_heads * context_length  # a number a query and head
-    if implementation == "written_out":
-        scores = score_matrix_bytes(context_length, config.num_heads, sequences=sequences)
-        return scores + 3 * one * config.head_dim + context_length**2
-    return one * (config.head_dim + 1) if implementation == "fused" else None
+    scores = score_matrix_bytes(context_length, config.num_heads, sequences=sequences)
+    gathered = 4 * sequences * config.num_heads * context_length * config.head_dim  # the output; K or V is as large
+    return scores + 3 * gathered + context_length**2
 
 
 def attention_pairs(context_length: int, implementation: str, window: int | None = None) -> int:

@@ -139,7 +139,7 @@ def test_measured_memory_of_the_score_matrix_agrees_with_the_formula_to_ten_perc
     MB = score_matrix_bytes(length, c.num_heads, sequences=sequences) / 2**20
     matrix = measure_memory("attention_pass", "cpu", 1, options | {"implementation": "written_out"})
     fused = measure_memory("attention_pass", "cpu", 1, options | {"implementation": "fused"})
-    rest = kept_bytes(c, length, "written_out", sequences) / 2**20 - MB  # K, V, output and mask
+    rest = kept_bytes(c, length, sequences) / 2**20 - MB  # K, V, output and mask
     assert MB == 32
     assert matrix["kept"] - rest == pytest.approx(MB, rel=0.1)
     assert 3 * MB < matrix["peak"] < 3.6 * MB  # the weights, their gradient and that of the scores, at once
