@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs import schema
 from configs.errors import UserError
-from configs.run_directory import started_by_lightning, sweep_removed_if_refused
+from configs.run_directory import escaped, started_by_lightning, sweep_removed_if_refused
 
 CONFIG_DIR = Path(__file__).resolve().parent
 # Of Hydra's own settings a run may choose how a sweep goes; the rest would move or run things behind our back.
@@ -133,9 +133,7 @@ def as_literal(argument: str) -> str:
         return argument
     if value == "???":  # OmegaConf's mark of a missing value
         return f"{key}=${{three_question_marks:}}"
-    # OmegaConf would resolve ${...}: a backslash makes it text, and backslashes before it count double.
-    value = re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + r"\${", value)
-    return f"{key}={QuotedString(value, Quote.single).with_quotes()}"
+    return f"{key}={QuotedString(escaped(value), Quote.single).with_quotes()}"
 
 
 @contextmanager

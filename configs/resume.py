@@ -3,10 +3,13 @@
 The settings are those of the run's config.yaml; keys on the command line change them, where they can be changed.
 """
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -21,6 +24,7 @@ _FIXED = ("model.", "tokenizer.", "data.", "seed", "optimizer.name")
 _FREE = ("model.dropout", "model.bigram_dropout", "data.cache_dir", "data.corpus")
 _BOUNDS = ("budget", "trainer.max_steps", "trainer.max_epochs", "trainer.max_time")
 _NOT_THE_RUNS = ("resume", "runs_dir")
+_CONFIG_BYTES = 1 << 20  # ours has two thousand
 
 
 @dataclass(frozen=True)
@@ -82,14 +86,34 @@ def _newest_unfinished(runs_dir: Path) -> Path:
 
 
 def _saved_config(run_dir: Path) -> DictConfig:
+    """What config.yaml says, which may come from elsewhere: plain values alone, and no links to other places."""
     path = run_dir / "config.yaml"
+    for other in run_dir.rglob("*"):  # we would write, or take away, what a link leads to
+        if other.is_symlink() or not (other.is_file() or other.is_dir()):
+            raise UserError(f"{other} is no plain file. Put a copy of what it leads to in its place, or start anew.")
     try:
-        saved = OmegaConf.load(path)
+        if path.stat().st_size > _CONFIG_BYTES:
+            raise ValueError(f"it has more than {_CONFIG_BYTES:,} bytes")
+        text = path.read_text(encoding="utf-8")
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            raise ValueError("it has YAML's aliases, of which a few lines make gigabytes")
+        saved = OmegaConf.create(text)
     except Exception as error:  # noqa: BLE001 -- whatever PyYAML finds in a damaged file
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}. Start anew.") from error
     if not isinstance(saved, DictConfig):
         raise UserError(f"{path} is no config of a run. Start anew.")
+    if found := next(_computed(OmegaConf.to_container(saved)), None):
+        raise UserError(f"{path} has {found!r}, which would be computed. Write the value in its place.")
     return saved
+
+
+def _computed(node: Any) -> Iterator[str]:
+    """Texts in which OmegaConf would resolve ${...}: those where it is not behind an odd number of backslashes."""
+    if isinstance(node, (dict, list)):
+        for value in node.values() if isinstance(node, dict) else node:
+            yield from _computed(value)
+    elif isinstance(node, str) and re.search(r"(?<!\\)(\\\\)*\$\{", node):
+        yield node
 
 
 def _with_changes(saved: DictConfig, config: DictConfig, run_dir: Path) -> tuple[DictConfig, list[str]]:

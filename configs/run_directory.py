@@ -171,10 +171,26 @@ def make_new_dir(parent: Path, name: str) -> Path:
 
 
 def save_config(config: DictConfig, run_dir: Path) -> None:
-    """Writes config.yaml, whole or not at all: every choice of the run, defaults included."""
+    """Writes config.yaml, whole or not at all: every choice of the run, defaults included; nothing left to compute."""
     temporary = run_dir / "config.tmp"
-    OmegaConf.save(config, temporary)
+    OmegaConf.save(OmegaConf.create(_as_text(OmegaConf.to_container(config, resolve=True))), temporary)
     temporary.replace(run_dir / "config.yaml")
+
+
+def _as_text(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _as_text(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_as_text(value) for value in node]
+    return escaped(node) if isinstance(node, str) else node
+
+
+def escaped(text: str) -> str:
+    """The text in such a way that OmegaConf takes it as text.
+
+    It would resolve ${...}: a backslash makes that text, and backslashes before it count double.
+    """
+    return re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + r"\${", text)
 
 
 def log_to(run_dir: Path | None) -> None:

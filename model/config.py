@@ -248,9 +248,10 @@ class SamplingConfig:
             raise UserError(f"top_p is {self.top_p}, but must be above 0 and at most 1 (off).")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise UserError(f"min_p is {self.min_p}, but must be from 0 (off) to 1 (only the likeliest).")
-        if not 0 < self.repetition_penalty < float("inf"):
+        if not 1e-6 <= self.repetition_penalty <= 1e6:  # beyond, logits would overflow
             raise UserError(
-                f"repetition_penalty is {self.repetition_penalty}, but must be above 0; 1 is off, 1.2 is much."
+                f"repetition_penalty is {self.repetition_penalty}, but must be above 0, from 1e-6 to 1e6; 1 is off, "
+                "1.2 is much."
             )
         self.stops  # noqa: B018 -- looked at here to be refused here
 

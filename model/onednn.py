@@ -46,7 +46,7 @@ def goes_through_onednn(x: Tensor, other: Tensor) -> bool:
 
 
 def onednn_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T, differentiable: x (..., I), W (O, I) -> (..., O), float32."""
+    """x W^T, differentiable once: x (..., I), W (O, I) -> (..., O), float32."""
     return _Product.apply(x, weight)
 
 
@@ -57,6 +57,7 @@ class _Product(torch.autograd.Function):
         return raw_onednn_product(x, weight)
 
     @staticmethod
+    @once_differentiable  # a second time would leave the raw product out, without a word
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = None
@@ -150,6 +151,7 @@ class _Attention(torch.autograd.Function):
         return ctx.output.detach()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         wanted = [tensor for tensor in ctx.inputs if tensor.requires_grad]
         with prefer_onednn():

@@ -35,6 +35,18 @@ def test_output_and_gradients_equal_pytorchs_linear(onednn, shape, bias):
         torch.testing.assert_close(our_grad, their_grad, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("part", ["linear", "short attention", "long attention"])
+def test_second_derivative_is_refused_and_never_wrong(onednn, part):
+    layer, x = Linear(16, 16), torch.randn(2, 3, 16, requires_grad=True)
+    q = torch.randn(1, 2, 8 if part == "short attention" else model.onednn.MIN_LENGTH, 4, requires_grad=True)
+    inputs = x if part == "linear" else q
+    y = layer(x) if part == "linear" else fused_attention(q, q, q, causal=True)
+    (grad,) = torch.autograd.grad(y.tanh().sum(), inputs, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.square().sum().backward()
+
+
 def test_a_strided_input_gives_the_same(onednn):
     x = torch.randn(6, 5, 32)[:, ::2, :16]
     layer = Linear(16, 8, bias=False)

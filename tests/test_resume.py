@@ -3,9 +3,12 @@
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from conftest import write_text
 from omegaconf import OmegaConf
 
 from model.checkpoint import load_checkpoint
@@ -220,6 +223,67 @@ def test_resume_is_neither_swept_nor_a_new_beginning(refuse, tiny_run):
 def test_what_is_no_run_directory_is_refused(refuse, choice):
     error = refuse("train", f"resume={choice}")
     assert f"resume={choice}" in error and "config.yaml" in error
+
+
+# A run directory that came from elsewhere
+
+
+@pytest.fixture
+def received(tiny_run, tmp_path):
+    """A copy of a finished run's directory, which a test may spoil."""
+    return Path(shutil.copytree(tiny_run.dir, tmp_path / "received"))
+
+
+@pytest.mark.parametrize("value", ["${new_sweep_dir:PLACE}", "a ${oc.env:HOME}", "\\\\${seed}", ["${oc.env:HOME}"]])
+@pytest.mark.parametrize("key", ["budget", "data.corpus", "trainer.precision", "model.d_model"])
+def test_config_of_a_run_is_never_computed(train_here, received, tmp_path, key, value):
+    place = tmp_path / "made"
+    value = [value[0]] if isinstance(value, list) else value.replace("PLACE", str(place))
+    config = yaml.safe_load((received / "config.yaml").read_text())
+    node = config
+    for name in key.split(".")[:-1]:
+        node = node[name]
+    node[key.split(".")[-1]] = value
+    (received / "config.yaml").write_text(yaml.safe_dump(config))
+    before = {path: path.stat().st_mtime_ns for path in received.rglob("*")}
+    error = train_here(f"resume={received}", "trainer.max_steps=50", settings=()).error
+    assert "would be computed" in error and "config.yaml" in error
+    assert {path: path.stat().st_mtime_ns for path in received.rglob("*")} == before and not place.exists()
+
+
+def test_saved_config_has_values_and_text_that_looks_like_a_computation_stays_text(train_here, tmp_path, tiny):
+    text = write_text(tmp_path / "a ${oc.env:HOME} b.txt", 120)
+    settings = (*(s for s in tiny if not s.startswith(("data.corpus", "data.batch"))), f"data.corpus={text}")
+    run = train_here("data.batch_size=${model.num_heads}", "trainer.max_steps=2", settings=settings)
+    assert run.returncode == 0, run
+    config = yaml.safe_load((run.path / "config.yaml").read_text())
+    assert config["data"]["batch_size"] == 2
+    resumed = train_here(f"resume={run.dir}", "trainer.max_steps=4", settings=())
+    assert resumed.returncode == 0 and resumed.summary["steps"] == 4, resumed
+    assert OmegaConf.load(run.path / "config.yaml").data.corpus == str(text)
+
+
+def test_few_lines_that_would_fill_the_memory_are_refused(train_here, received):
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
+    (received / "config.yaml").write_text("\n".join(lines))
+    assert "aliases" in train_here(f"resume={received}", settings=()).error
+    (received / "config.yaml").write_text("# " + "x" * (1 << 20))
+    assert "bytes" in train_here(f"resume={received}", settings=()).error
+
+
+@pytest.mark.parametrize("name", ["train.log", "config.tmp", "checkpoints", "summary.tmp", "checkpoints/last.tmp"])
+def test_links_out_of_a_run_directory_are_refused_and_what_they_lead_to_stays(train_here, received, tmp_path, name):
+    outside = tmp_path / "outside"
+    shutil.copytree(received / "checkpoints", outside / "checkpoints")
+    (outside / "checkpoints" / "mine.tmp").write_text("mine")
+    (outside / "mine").write_text("mine")
+    link = received / name
+    shutil.rmtree(link) if link.is_dir() else link.unlink(missing_ok=True)
+    link.symlink_to(outside / "checkpoints" if name == "checkpoints" else outside / "mine")
+    error = train_here(f"resume={received}", "trainer.max_steps=50", settings=()).error
+    assert str(link) in error and "no plain file" in error
+    assert (outside / "mine").read_text() == (outside / "checkpoints" / "mine.tmp").read_text() == "mine"
 
 
 def test_directory_of_a_run_in_progress_is_not_taken(start, train_here, tiny, tmp_path):
