@@ -322,8 +322,9 @@ def test_stop_is_a_text_or_a_list_of_texts(stop):
 
 @pytest.mark.parametrize(
     "fields",
-    [{"min_p": -0.1}, {"min_p": 1.1}, {"repetition_penalty": 0}, {"repetition_penalty": 1e300}, {"repetition_penalty": math.nan}, {"seed": -1},
-     {"seed": 2**32}, {"num_samples": 0}, {"max_new_tokens": 0}, {"temperature": math.nan}, {"top_p": 0},
+    [{"min_p": -0.1}, {"min_p": 1.1}, {"repetition_penalty": 0}, {"repetition_penalty": 1e300},
+     {"repetition_penalty": math.nan}, {"seed": -1}, {"seed": 2**32},
+     {"num_samples": 0}, {"max_new_tokens": 0}, {"temperature": math.nan}, {"top_p": 0},
      {"top_k": -1}, {"min_p": math.nan}],
     ids=str,
 )  # fmt: skip
