@@ -155,17 +155,17 @@ def test_time_already_used_counts_and_the_schedule_goes_on_from_its_share(train_
 
 
 def test_budget_that_is_used_up_is_refused_and_a_larger_one_adds_the_difference(train_here, tiny):
-    # In this process the imports are over: a second or two are left of four.
+    # In this process the imports are over: some seconds are left of nine, on a busy machine too.
     settings = tuple(setting for setting in tiny if "vocab" not in setting)
-    finished = train_here("budget=4s", settings=settings)
+    finished = train_here("budget=9s", settings=settings)
     assert finished.returncode == 0, finished
     before = content_of(finished)["run"]
-    error = train_here(f"resume={finished.dir}", "budget=3s", settings=()).error
-    assert "budget=3s is used up" in error
-    extended = train_here(f"resume={finished.dir}", "budget=6s", settings=())
+    error = train_here(f"resume={finished.dir}", "budget=5s", settings=()).error
+    assert "budget=5s is used up" in error
+    extended = train_here(f"resume={finished.dir}", "budget=11s", settings=())
     after = content_of(extended)["run"]
     assert after["max_time"] == pytest.approx(before["max_time"] + 2)
-    assert after["train_seconds"] == pytest.approx(after["max_time"], abs=1)
+    assert after["train_seconds"] == pytest.approx(after["max_time"], abs=2)
 
 
 # Which run, and where
