@@ -51,7 +51,7 @@ class _OutputLoss(torch.autograd.Function):
             grad = exps.div_(sums).scatter_add_(1, at, picked.new_full(picked.shape, -1.0))  # (n, V)
             grad_x[here] = product(grad, weight.t())  # (n, C)
             with prefer_onednn():
-                grad_weight.addmm_(grad.t(), x[here])  # (V, C)
+                grad_weight += grad.t() @ x[here]  # (V, C)
         ctx.save_for_backward(grad_x, grad_weight)
         return nats / len(x)
 

@@ -99,9 +99,8 @@ def test_logits_of_a_step_are_those_of_a_full_pass(family):
         decoder = Decoder(gpt)
         logits = decoder.prefill(ids[:, :5])
         for length in range(5, 40):
-            assert_close(
-                logits, gpt(torch.stack([torch.tensor(in_view(row[:length].tolist(), 16)) for row in ids]))[:, -1]
-            )
+            seen = torch.stack([torch.tensor(in_view(row[:length].tolist(), 16)) for row in ids])
+            assert_close(logits, gpt(seen)[:, -1], atol=3e-5, rtol=1e-5)
             logits = decoder.step(ids[:, length])
 
 
