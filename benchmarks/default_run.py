@@ -66,7 +66,7 @@ def train(
         len(data.train_dataloader()),
         default_root_dir=run_dir,
         logger=RunLogger(run_dir),
-        plugins=CheckpointFiles(),
+        plugins=[CheckpointFiles()],
         callbacks=[
             first,
             metrics,

@@ -18,14 +18,16 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.default_run import new_network, prepared_text, snapshots_of, train
 from configs.command_line import compose, one_line_errors
 from configs.schema import build
 from data.module import TextData
+from model.bfloat16 import products_in
 from model.config import OptimizerConfig
 from model.optimizer import build_optimizer, lr_factor
+from model.trainer import resolve
 
 WARMUP_STEPS, ROUNDS = 20, 5
 
@@ -50,6 +52,7 @@ def by_hand(config: DictConfig, data: TextData, steps: int) -> float:
     optimizer = build_optimizer(network, schedule)
     peaks = [group["lr"] for group in optimizer.param_groups]
     batches = data.train_dataloader()
+    precision = resolve(OmegaConf.to_container(config.trainer, resolve=True) | {"accelerator": "cpu"})["precision"]
     for step in range(WARMUP_STEPS + steps):
         if step == WARMUP_STEPS:
             start = time.perf_counter()
@@ -57,7 +60,9 @@ def by_hand(config: DictConfig, data: TextData, steps: int) -> float:
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * factor
         batch = batches.batch(step)  # (B, T + 1)
-        network.loss(batch[:, :-1], batch[:, 1:]).backward()
+        with products_in(precision):
+            loss = network.loss(batch[:, :-1], batch[:, 1:])
+        loss.backward()
         if config.trainer.get("gradient_clip_val"):
             torch.nn.utils.clip_grad_norm_(network.parameters(), config.trainer.gradient_clip_val)
         optimizer.step()

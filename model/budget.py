@@ -20,6 +20,7 @@ from configs.run_directory import given_keys
 from configs.schema import build
 from data.config import TokenizerConfig, vocab_size_for
 from data.corpus import find_files
+from model.bfloat16 import products_in
 from model.config import GPTConfig, OptimizerConfig
 from model.cost import matrix_weights, step_flops
 from model.gpt import GPT
@@ -73,8 +74,8 @@ def time_allowed(config: DictConfig) -> timedelta | None:
 
 
 @cache  # once a process: the runs of a sweep are picked for the same speed
-def measured_speed(device: torch.device) -> float:
-    """FLOP/s of a few training steps of a small model, the optimiser's time included.
+def measured_speed(device: torch.device, precision: str) -> float:
+    """FLOP/s of a few training steps of a small model at this `trainer.precision`, the optimiser's time included.
 
     On a GPU it is understated, since the step is in float32 and not compiled; the smaller recipe is then picked.
     """
@@ -87,7 +88,9 @@ def measured_speed(device: torch.device) -> float:
     def steps(number: int) -> float:
         start = time.perf_counter()
         for _ in range(number):
-            network.loss(ids, ids).backward()
+            with products_in(precision):
+                loss = network.loss(ids, ids)
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         next(network.parameters()).sum().item()  # waits for the device

@@ -1,4 +1,4 @@
-"""nn.Linear, through the faster of PyTorch's two float32 matrix libraries."""
+"""nn.Linear, through the faster of PyTorch's two float32 matrix libraries, or in bfloat16 if training wants that."""
 
 import copy
 from collections.abc import Callable
@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.bfloat16 import bfloat16_product, made_in_bfloat16
 from model.onednn import goes_through_onednn, onednn_product, pack, packed_product
 
 
@@ -16,9 +17,12 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x W^T + b."""
-        if not goes_through_onednn(x, self.weight):
+        if made_in_bfloat16(x, self.weight):
+            y = bfloat16_product(x, self.weight)
+        elif goes_through_onednn(x, self.weight):
+            y = onednn_product(x, self.weight)
+        else:
             return F.linear(x, self.weight, self.bias)
-        y = onednn_product(x, self.weight)
         return y if self.bias is None else y + self.bias
 
 

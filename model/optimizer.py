@@ -108,11 +108,11 @@ class MuonAdamW(torch.optim.AdamW):
         for p, update in zip(params, updates, strict=True):
             by_shape[p.shape].append((p, update))
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        for (rows, columns), pairs in by_shape.items():
-            with prefer_onednn():
-                orthogonal = orthogonalise(torch.stack([update for _, update in pairs]))  # (n, rows, columns)
+        with prefer_onednn():
+            orthogonal = orthogonalise([torch.stack([update for _, update in pairs]) for pairs in by_shape.values()])
+        for ((rows, columns), pairs), directions in zip(by_shape.items(), orthogonal, strict=True):
             size = group["lr"] * max(1, rows / columns) ** 0.5
-            torch._foreach_add_([p for p, _ in pairs], list(orthogonal.unbind()), alpha=-size)
+            torch._foreach_add_([p for p, _ in pairs], list(directions.unbind()), alpha=-size)
 
 
 # Coefficients of the odd quintic a x + b x^3 + c x^5 (Jordan et al. 2024, as above), and how often it is applied:
@@ -121,25 +121,45 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)
 _ROUNDS = 3
 
 
-def orthogonalise(g: Tensor) -> Tensor:
+def orthogonalise(stacks: list[Tensor]) -> list[Tensor]:
     """Moves the singular values of each matrix close to 1, by a matrix polynomial applied three times.
 
+    A round is X <- (a I + b G + c G^2) X with G = X X^T, X lying wide. All rounds' factors are polynomials of the
+    first G, so they are multiplied up at its size and meet X once, at the end.
+
     Args:
-        g: (n, rows, columns), any floating type. bfloat16 is used inside on CUDA only: CPUs without
-            bfloat16 units are slower in it.
+        stacks: (n, rows, columns) each, of any shapes and any floating type; float32 or float64 inside.
 
     Returns:
-        (n, rows, columns), singular values between about 0.68 and 1.21, unless they started tiny: below a thirtieth
-        of the matrix's norm.
+        The same shapes, singular values between about 0.68 and 1.21, unless they started tiny: below a thirtieth of
+        the matrix's norm.
     """
-    x = g.bfloat16() if g.is_cuda else g
-    tall = x.size(-2) > x.size(-1)
-    if tall:
-        x = x.mT  # the products below are of the smaller side
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-7)  # all singular values at most 1
+    wide = [_wide(stack) for stack in stacks]  # (n, small, large) each
+    found = {}
+    for small in {x.size(1) for x in wide}:  # factors of one size are made in one go
+        places = [i for i, x in enumerate(wide) if x.size(1) == small]
+        grams = torch.cat([wide[i] @ wide[i].mT for i in places])  # (all n, small, small)
+        factors = _factors(grams).split([len(wide[i]) for i in places])
+        found |= {i: factor @ wide[i] for i, factor in zip(places, factors, strict=True)}
+    tall = [stack.size(1) > stack.size(2) for stack in stacks]
+    return [(found[i].mT if tall[i] else found[i]).to(stack.dtype) for i, stack in enumerate(stacks)]
+
+
+def _wide(stack: Tensor) -> Tensor:
+    """Tall matrices laid on their side, all singular values at most 1: (n, rows, columns) -> (n, small, large)."""
+    x = stack if stack.dtype == torch.float64 else stack.float()
+    x = x.mT if x.size(1) > x.size(2) else x
+    return x / (x.norm(dim=(1, 2), keepdim=True) * 1.02 + 1e-7)
+
+
+def _factors(gram: Tensor) -> Tensor:
+    """What all rounds together multiply X by, from X X^T: (n, small, small) each."""
     a, b, c = _QUINTIC
-    for _ in range(_ROUNDS):
-        gram = x @ x.mT  # (n, small, small)
-        poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b G + c G^2
-        x = torch.baddbmm(x, poly, x, beta=a)  # a X + (b G + c G^2) X
-    return (x.mT if tall else x).to(g.dtype)
+    product = None
+    for round in range(1, _ROUNDS + 1):
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b G + c G^2
+        factor.diagonal(dim1=1, dim2=2).add_(a)
+        product = factor if product is None else factor @ product
+        if round < _ROUNDS:
+            gram = factor @ gram @ factor  # of what X is by now
+    return product

@@ -59,7 +59,7 @@ def prepare(config: DictConfig, old: OldWeights | None, began: float) -> Run:
     before = old.run if old else {}
     began -= before.get("seconds", 0.0)
     if budget and not before.get("budget"):
-        speed = measured_speed(expected_device(options))
+        speed = measured_speed(expected_device(options), options["precision"])
     if old:
         old.refuse_less(config)
         config = config if old.goes_on else with_network_of(old, config)
@@ -98,7 +98,7 @@ def build_parts(run: Run, run_dir: Path, stop_on_signal: StopOnSignal) -> Traine
         len(run.data.train_dataloader()),
         default_root_dir=run_dir,
         logger=RunLogger(run_dir),
-        plugins=CheckpointFiles(),
+        plugins=[CheckpointFiles()],
         callbacks=[
             run.metrics,
             Progress(run.metrics),

@@ -3,7 +3,8 @@
 import inspect
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from difflib import get_close_matches
 from typing import Any
@@ -11,9 +12,11 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from configs.errors import UserError
+from model.bfloat16 import BFLOAT16_PRODUCTS, bfloat16_products, has_bfloat16_units
 
 _REFUSED = {
     "check_val_every_n_epoch": "Use validations=5, or trainer.val_check_interval=100 for every 100 batches.",
@@ -26,6 +29,8 @@ _REFUSED = {
     "enable_model_summary": "train.py says what is trained.",
     "barebones": "Use python -m benchmarks.training_speed to measure.",
 }
+_STEP_HOOKS = ("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward")
+_STEP_HOOKS += ("on_before_optimizer_step", "on_train_batch_end")
 _COUNTS = ("max_steps", "max_epochs", "min_steps", "min_epochs", "accumulate_grad_batches", "log_every_n_steps")
 
 
@@ -52,12 +57,40 @@ def build_trainer(
             f"Use at least {1 / batches_per_epoch:.2g}."
         )
     options["check_val_every_n_epoch"] = None  # count batches of the run, so that an interval may exceed an epoch
+    if options.get("precision") == BFLOAT16_PRODUCTS:
+        del options["precision"]
+        ours["plugins"] = [*ours.get("plugins", []), BFloat16Products()]
     # Always there, so that a run bounded by steps knows its time too, should it be extended by time.
     timer = Timer(options.pop("max_time", None), verbose=False)
     try:
-        return Trainer(callbacks=[*callbacks, timer], **ours, **options)
+        trainer = Trainer(callbacks=[*callbacks, timer], **ours, **options)
     except (MisconfigurationException, TypeError, ValueError, RuntimeError, ImportError) as error:
         raise UserError(f"trainer: {' '.join(str(error).split())}") from error
+    skip_empty_hooks(trainer)
+    return trainer
+
+
+def skip_empty_hooks(trainer: Trainer) -> None:
+    """Takes away the hooks of each step in which a callback does nothing: Lightning calls only what is callable.
+
+    It prepares some 50 such calls a step, which for a small network is a noticeable part of it.
+    """
+    for callback in trainer.callbacks:
+        for hook in _STEP_HOOKS:
+            if getattr(type(callback), hook) is getattr(Callback, hook):
+                setattr(callback, hook, None)
+
+
+class BFloat16Products(Precision):
+    """What Lightning calls a precision: training steps make their products in bfloat16, validation does not."""
+
+    precision = BFLOAT16_PRODUCTS
+
+    @contextmanager
+    def train_step_context(self) -> Iterator[None]:
+        """Around each training step's forward pass; the backward pass follows it."""
+        with bfloat16_products():
+            yield
 
 
 def refuse_time_on_several_devices(trainer: Trainer) -> None:
@@ -111,9 +144,17 @@ def resolve(options: dict[str, Any]) -> dict[str, Any]:
             "trainer.max_epochs."
         )
     if options.get("precision") == "auto":
-        on_gpu = expected_device(options).type == "cuda"
-        options["precision"] = "bf16-mixed" if on_gpu and torch.cuda.is_bf16_supported(False) else "32-true"
+        options["precision"] = best_precision(expected_device(options))
+    elif options.get("precision") == BFLOAT16_PRODUCTS and expected_device(options).type != "cpu":
+        raise UserError(f"trainer.precision={BFLOAT16_PRODUCTS} is for CPUs. Use auto, bf16-mixed or 32-true.")
     return options
+
+
+def best_precision(device: torch.device) -> str:
+    """bfloat16 where the device has units for it, to the extent that it pays there; float32 elsewhere."""
+    if device.type == "cuda" and torch.cuda.is_bf16_supported(False):
+        return "bf16-mixed"
+    return BFLOAT16_PRODUCTS if device.type == "cpu" and has_bfloat16_units() else "32-true"
 
 
 def expected_device(options: Mapping[str, Any]) -> torch.device:

@@ -254,9 +254,10 @@ def test_two_devices_with_a_budget_are_refused_by_name(refuse, text_file, cache_
     assert "2 devices" in error and "budget" in error and "trainer.max_steps" in error
 
 
-def test_measuring_the_speed_leaves_the_random_state_alone():
+@pytest.mark.parametrize("precision", ["32-true", "bf16-products"])
+def test_measuring_the_speed_leaves_the_random_state_alone(precision):
     states = torch.random.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    assert 0 < measured_speed.__wrapped__(torch.device("cpu")) < math.inf
+    assert 0 < measured_speed.__wrapped__(torch.device("cpu"), precision) < math.inf
     assert torch.equal(torch.random.get_rng_state(), states[0])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]
 
@@ -287,7 +288,7 @@ def test_run_ends_within_its_budget_and_tells_and_keeps_what_it_picked(train_her
 def test_picked_keys_with_as_many_steps_repeat_the_network_without_the_budget(
     train_here, unsized, two_rows, monkeypatch
 ):
-    monkeypatch.setattr(module, "measured_speed", lambda device: 1e9)
+    monkeypatch.setattr(module, "measured_speed", lambda device, precision: 1e9)
     finished = train_here("budget=6s", settings=unsized)
     config = OmegaConf.load(finished.path / "config.yaml")
     keys = [f"{key}={value}" for key, value in values(config).items()]
@@ -316,7 +317,7 @@ def test_runs_of_a_budget_start_as_those_of_as_many_steps(train_here, unsized, e
 
 
 def test_every_run_of_a_sweep_has_the_budget_and_its_own_given_keys(train_here, unsized, two_rows, monkeypatch):
-    monkeypatch.setattr(module, "measured_speed", lambda device: 1e9)
+    monkeypatch.setattr(module, "measured_speed", lambda device, precision: 1e9)
     finished = train_here("-m", "budget=6s", "model.num_layers=2,1", settings=unsized)
     assert finished.returncode == 0 and finished.stderr == "", finished
     configs = [OmegaConf.load(path) for path in sorted(finished.path.glob("*/config.yaml"))]

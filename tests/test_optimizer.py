@@ -170,7 +170,7 @@ def test_orthogonalise_brings_singular_values_near_one(shape, scale):
     values = torch.logspace(0, -1.2, min(shape))  # from 1 down to 0.063
     assert values.min() > SMALLEST * values.norm()
     g, orthogonal = with_singular_values(*shape, values)
-    result = orthogonalise(scale * g[None])[0]
+    result = orthogonalise([scale * g[None]])[0][0]
     singular = torch.linalg.svdvals(result)
     assert singular.min() > LOW
     assert singular.max() < HIGH
@@ -183,35 +183,48 @@ def test_orthogonalise_keeps_the_documented_edges_from_the_documented_start_on()
     share = torch.linspace(SMALLEST, 1, 2000)
     g = torch.zeros(2000, 2, 2)
     g[:, 0, 0], g[:, 1, 1] = share, (1 - share.square()).sqrt()
-    singular = orthogonalise(g).diagonal(dim1=1, dim2=2)[:, 0]
+    singular = orthogonalise([g])[0].diagonal(dim1=1, dim2=2)[:, 0]
     assert singular.min() > LOW
     assert singular.max() < HIGH
     g[:, 0, 0] *= 1e-3  # below the documented start: it may end smaller, but never turned over
-    assert ((orthogonalise(g)[:, 0, 0] > 0) & (orthogonalise(g)[:, 0, 0] < HIGH)).all()
+    assert ((orthogonalise([g])[0][:, 0, 0] > 0) & (orthogonalise([g])[0][:, 0, 0] < HIGH)).all()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_orthogonalise_of_noise_stays_below_the_upper_edge(shape):
     torch.manual_seed(0)
-    singular = torch.linalg.svdvals(orthogonalise(torch.randn(20, *shape)))
+    singular = torch.linalg.svdvals(orthogonalise([torch.randn(20, *shape)])[0])
     assert singular.max() < HIGH
     if shape[0] != shape[1]:  # square noise has singular values near 0
         assert singular.min() > LOW
 
 
-def test_orthogonalise_takes_each_matrix_of_a_batch_on_its_own():
+def test_orthogonalise_takes_each_matrix_on_its_own_whatever_comes_with_it():
     torch.manual_seed(0)
-    batch = torch.randn(5, 12, 7) * torch.logspace(-3, 3, 5)[:, None, None]
-    alone = torch.cat([orthogonalise(g[None]) for g in batch])
-    assert_close(orthogonalise(batch), alone, atol=1e-4, rtol=1e-4)
+    sizes = torch.logspace(-3, 3, 5)[:, None, None]
+    stacks = [torch.randn(5, *shape) * sizes for shape in ((12, 7), (7, 12), (7, 7), (7, 3), (3, 20))]
+    for stack, together in zip(stacks, orthogonalise(stacks), strict=True):
+        alone = torch.cat([orthogonalise([g[None]])[0] for g in stack])
+        assert_close(together, alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_orthogonalise_equals_its_rounds_done_one_by_one(shape):
+    torch.manual_seed(0)
+    g = torch.randn(*shape, dtype=torch.float64)
+    x = g / (g.norm() * 1.02)
+    for _ in range(3):
+        gram = x @ x.T
+        x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
+    assert_close(orthogonalise([g[None]])[0][0], x, atol=1e-6, rtol=1e-6)
 
 
 def test_orthogonalise_leaves_zero_zero():
-    assert (orthogonalise(torch.zeros(2, 4, 6)) == 0).all()
+    assert (orthogonalise([torch.zeros(2, 4, 6)])[0] == 0).all()
 
 
 def test_orthogonalise_keeps_the_type():
-    assert orthogonalise(torch.randn(1, 4, 6, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert orthogonalise([torch.randn(1, 4, 6, dtype=torch.bfloat16)])[0].dtype == torch.bfloat16
 
 
 def test_muon_step_equals_a_plain_loop_over_matrices():
@@ -228,7 +241,7 @@ def test_muon_step_equals_a_plain_loop_over_matrices():
             rows, columns = p.shape
             averages[path] = 0.9 * averages[path] + 0.1 * p.grad
             update = 0.9 * averages[path] + 0.1 * p.grad
-            direction = orthogonalise(update[None])[0]
+            direction = orthogonalise([update[None]])[0][0]
             decayed = weights[path] * (1 - 0.05 * 0.3)
             weights[path] = decayed - 0.05 * math.sqrt(max(1, rows / columns)) * direction
             assert_close(p.data, weights[path], atol=1e-5, rtol=1e-4, msg=path)

@@ -1,0 +1,75 @@
+"""Training's products in bfloat16 on processors with units for it; everything between them stays in float32.
+
+Such units (AVX512-BF16, AMX) multiply in half of float32's time or less and sum up in float32; only what goes in
+and what comes out is rounded, to 8 bits of precision. torch.autocast would round so too, but leaves the operators
+between the products in bfloat16, where they are slow: with it a step takes longer than in float32
+(docs/EXPERIMENTS.md).
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+BFLOAT16_PRODUCTS = "bf16-products"  # a value of trainer.precision that Lightning does not have
+_wanted = ContextVar("products in bfloat16", default=False)
+
+
+@cache
+def has_bfloat16_units() -> bool:
+    """Whether this processor multiplies bfloat16 faster than float32. A fact of the machine, and no measurement."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = cpuinfo.read_text(errors="replace").split() if cpuinfo.exists() else []
+    return torch.backends.mkldnn.is_available() and ("avx512_bf16" in flags or "amx_bf16" in flags)
+
+
+@contextmanager
+def bfloat16_products() -> Iterator[None]:
+    """Products of float32 layers on the CPU, and of their gradients later on, are made in bfloat16."""
+    before = _wanted.set(True)
+    try:
+        yield
+    finally:
+        _wanted.reset(before)
+
+
+def products_in(precision: str) -> AbstractContextManager[None]:
+    """What a training step's forward pass runs under at this `trainer.precision`, where Lightning does not see to it."""
+    return bfloat16_products() if precision == BFLOAT16_PRODUCTS else nullcontext()
+
+
+def made_in_bfloat16(x: Tensor, weight: Tensor) -> bool:
+    """Whether the product of these two is one that `bfloat16_products` is about."""
+    plain_float32 = x.dtype == weight.dtype == torch.float32 and x.device.type == "cpu"
+    return _wanted.get() and plain_float32 and not torch.compiler.is_compiling()
+
+
+def bfloat16_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T, differentiable once: x (..., I), W (O, I) -> (..., O), all of them float32."""
+    return _Product.apply(x, weight)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        x, weight = x.bfloat16(), weight.bfloat16()
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight).float()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad, grad_x, grad_weight = grad.bfloat16(), None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad @ weight).float()  # (..., I)
+        if ctx.needs_input_grad[1]:
+            # All tokens of the batch, flattened to one dimension N, are summed over: (O, N) (N, I) -> (O, I)
+            grad_weight = (grad.flatten(0, -2).t() @ x.flatten(0, -2)).float()
+        return grad_x, grad_weight

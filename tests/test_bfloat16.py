@@ -1,0 +1,154 @@
+"""Training's products in bfloat16: rounded as promised, in training steps alone, on machines that have units for it."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch.testing import assert_close
+from torch.utils.data import DataLoader
+
+import model.trainer
+from configs.errors import UserError
+from model.bfloat16 import BFLOAT16_PRODUCTS, bfloat16_products, made_in_bfloat16, products_in
+from model.config import GPTConfig
+from model.gpt import GPT
+from model.linear import Linear
+from model.trainer import best_precision, build_trainer, resolve
+
+TINY = dict(num_layers=2, num_heads=2, d_model=32, context_length=16, positions="rope", norm="rmsnorm", mlp="relu2")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def loss_and_gradients(network: GPT, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    network.zero_grad()
+    loss = network.loss(ids[:, :-1], ids[:, 1:])
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in network.named_parameters()}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(3, 5, 16), (7, 16)])
+def test_a_layer_rounds_what_it_multiplies_and_nothing_else(shape, bias):
+    torch.manual_seed(0)
+    layer, x = Linear(16, 24, bias=bias), torch.randn(shape, requires_grad=True)
+    with bfloat16_products():
+        y = layer(x)
+    expected = F.linear(x.bfloat16(), layer.weight.bfloat16()).float()
+    assert_close(y, expected + layer.bias if bias else expected, atol=0, rtol=0)
+
+    grad = torch.randn_like(y)
+    grad_x, grad_weight = torch.autograd.grad(y, (x, layer.weight), grad)
+    rounded = grad.bfloat16().flatten(0, -2).double()
+    exact_x = (rounded @ layer.weight.bfloat16().double()).view(shape)
+    exact_weight = rounded.T @ x.bfloat16().flatten(0, -2).double()
+    for ours, exact in ((grad_x, exact_x), (grad_weight, exact_weight)):
+        assert ours.dtype == torch.float32
+        assert_close(ours.double(), exact, atol=1e-6, rtol=2**-8)  # only the result is rounded once more
+
+
+@pytest.mark.parametrize("family", [dict(bias=False), dict(mlp="swiglu", num_kv_heads=1, tied_embeddings=False)])
+def test_every_matrix_of_a_network_takes_part_and_stays_close_to_float32(family):
+    torch.manual_seed(0)
+    network = GPT(GPTConfig(vocab_size=50, **{**TINY, **family}))
+    ids = torch.randint(50, (4, 17))
+    exact_loss, exact = loss_and_gradients(network, ids)
+    with bfloat16_products():
+        loss, gradients = loss_and_gradients(network, ids)
+    assert_close(loss, exact_loss, atol=0, rtol=5e-3)
+    for name, gradient in gradients.items():
+        assert gradient.dtype == torch.float32
+        error = ((gradient - exact[name]).norm() / exact[name].norm()).item()
+        assert 1e-5 < error < 0.05, name
+
+
+def test_outside_of_the_context_nothing_changes():
+    torch.manual_seed(0)
+    network, ids = GPT(GPTConfig(vocab_size=50, **TINY)), torch.randint(50, (4, 17))
+    before = loss_and_gradients(network, ids)
+    with pytest.raises(KeyError), bfloat16_products():
+        raise KeyError
+    after = loss_and_gradients(network, ids)
+    assert torch.equal(before[0], after[0])
+    assert all(torch.equal(before[1][name], after[1][name]) for name in before[1])
+
+
+def test_other_types_are_left_alone():
+    with bfloat16_products():
+        for dtype in (torch.float64, torch.bfloat16, torch.float16):
+            x = torch.randn(4, 16, dtype=dtype)
+            assert not made_in_bfloat16(x, x)
+            assert Linear(16, 8).to(dtype)(x).dtype == dtype
+
+
+def test_second_derivative_is_refused_and_never_wrong():
+    layer, x = Linear(16, 16), torch.randn(2, 3, 16, requires_grad=True)
+    with bfloat16_products():
+        y = layer(x)
+    (grad,) = torch.autograd.grad(y.tanh().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.square().sum().backward()
+
+
+@pytest.mark.parametrize("has_units", [True, False])
+def test_auto_takes_it_where_the_processor_has_units(monkeypatch, has_units):
+    monkeypatch.setattr(model.trainer, "has_bfloat16_units", lambda: has_units)
+    assert best_precision(CPU) == (BFLOAT16_PRODUCTS if has_units else "32-true")
+    options = {"precision": "auto", "max_steps": 1, "accelerator": "cpu"}
+    assert resolve(options)["precision"] == best_precision(CPU)
+    assert resolve(options | {"precision": "32-true"})["precision"] == "32-true"
+
+
+def test_elsewhere_than_on_a_cpu_it_is_refused(monkeypatch):
+    monkeypatch.setattr(model.trainer, "expected_device", lambda options: CUDA)
+    with pytest.raises(UserError, match=r"bf16-products.*32-true"):
+        resolve({"precision": BFLOAT16_PRODUCTS, "max_steps": 1})
+
+
+class Watching(LightningModule):
+    """Notes in which type training and validation multiply."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = Linear(8, 8, bias=False), {}
+
+    def note(self, kind: str, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        self.seen[kind] = torch.equal(y, F.linear(x.bfloat16(), self.layer.weight.bfloat16()).float())
+        return y.square().mean()
+
+    def training_step(self, batch, batch_idx):
+        return self.note("training", batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.note("validation", batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("precision", [BFLOAT16_PRODUCTS, "32-true"])
+def test_lightning_trains_in_it_and_validates_in_float32(precision, tmp_path, caplog):
+    caplog.set_level(logging.ERROR)
+    torch.manual_seed(0)
+    loader = DataLoader(torch.randn(2, 8), batch_size=2)
+    options = resolve({"precision": precision, "max_steps": 2, "accelerator": "cpu"})
+    trainer = build_trainer(
+        options, 1, 1, [], default_root_dir=tmp_path, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    module = Watching()
+    trainer.fit(module, loader, loader)
+    assert trainer.precision == precision
+    assert module.seen == {"training": precision == BFLOAT16_PRODUCTS, "validation": False}
+
+
+def test_only_its_own_name_switches_it_on():
+    x = torch.randn(2, 2)
+    for precision in ("32-true", "bf16-mixed", "64-true"):
+        with products_in(precision):
+            assert not made_in_bfloat16(x, x)
+    with products_in(BFLOAT16_PRODUCTS):
+        assert made_in_bfloat16(x, x)
