@@ -40,7 +40,7 @@ def bfloat16_products() -> Iterator[None]:
 
 
 def products_in(precision: str) -> AbstractContextManager[None]:
-    """What a training step's forward pass runs under at this `trainer.precision`, where Lightning does not see to it."""
+    """What a training step's forward pass runs under at this `trainer.precision`, where Lightning is not there."""
     return bfloat16_products() if precision == BFLOAT16_PRODUCTS else nullcontext()
 
 
