@@ -151,7 +151,7 @@ def fused_attention(
         The gathered values (B, H, T, D).
     """
     options = {"attn_mask": mask, "dropout_p": dropout, "is_causal": causal, "enable_gqa": q.size(1) != k.size(1)}
-    if goes_through_onednn(q, k):
+    if goes_through_onednn(q, k) and not torch.compiler.is_compiling():
         if q.size(-2) >= MIN_LENGTH:
             return onednn_attention(q, k, v, **options)
         if causal and q.shape == k.shape and dropout < 1:

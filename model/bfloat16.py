@@ -46,8 +46,9 @@ def products_in(precision: str) -> AbstractContextManager[None]:
 
 def made_in_bfloat16(x: Tensor, weight: Tensor) -> bool:
     """Whether the product of these two is one that `bfloat16_products` is about."""
-    plain_float32 = x.dtype == weight.dtype == torch.float32 and x.device.type == "cpu"
-    return _wanted.get() and plain_float32 and not torch.compiler.is_compiling()
+    if torch.compiler.is_compiling():  # first of all: it cannot look into the variable
+        return False
+    return _wanted.get() and x.dtype == weight.dtype == torch.float32 and x.device.type == "cpu"
 
 
 def bfloat16_product(x: Tensor, weight: Tensor) -> Tensor:

@@ -17,13 +17,18 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x W^T + b."""
-        if made_in_bfloat16(x, self.weight):
-            y = bfloat16_product(x, self.weight)
-        elif goes_through_onednn(x, self.weight):
-            y = onednn_product(x, self.weight)
-        else:
-            return F.linear(x, self.weight, self.bias)
-        return y if self.bias is None else y + self.bias
+        return linear(x, self.weight, self.bias)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear: x W^T + b, (..., I) -> (..., O), for W (O, I)."""
+    if made_in_bfloat16(x, weight):
+        y = bfloat16_product(x, weight)
+    elif goes_through_onednn(x, weight):
+        y = onednn_product(x, weight)
+    else:
+        return F.linear(x, weight, bias)
+    return y if bias is None else y + bias
 
 
 # One token through a matrix of at most so many numbers is faster in PyTorch's own product: oneDNN takes 10 us to start.

@@ -8,7 +8,6 @@ import math
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -27,27 +26,33 @@ def has_onednn() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-@cache
 def onednn_is_faster() -> bool:
     """Whether this machine is one where oneDNN multiplies float32 faster: an AMD processor with AVX-512.
 
     A fact of the machine and not a measurement, so that every run on it rounds alike.
     """
+    return _IS_FASTER
+
+
+def _is_amd_with_avx512() -> bool:
     cpuinfo = Path("/proc/cpuinfo")
     vendor = cpuinfo.read_text(errors="replace") if cpuinfo.exists() else platform.processor()
-    return "AuthenticAMD" in vendor and has_onednn() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return "AuthenticAMD" in vendor and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+_IS_FASTER = has_onednn() and _is_amd_with_avx512()  # found out here, since torch.compile cannot look into files
 
 
 def goes_through_onednn(x: Tensor, other: Tensor) -> bool:
     """Whether a product of these two is one that oneDNN should make: plain float32, on such a machine."""
     plain_float32 = x.dtype == other.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     on_cpu = x.device.type == "cpu" and x.numel() > 0  # oneDNN refuses an empty batch
-    return on_cpu and plain_float32 and not torch.compiler.is_compiling() and onednn_is_faster()
+    return on_cpu and plain_float32 and onednn_is_faster()
 
 
 def onednn_product(x: Tensor, weight: Tensor) -> Tensor:
     """x W^T, differentiable once: x (..., I), W (O, I) -> (..., O), float32."""
-    return _Product.apply(x, weight)
+    return _compiled_product(x, weight) if torch.compiler.is_compiling() else _Product.apply(x, weight)
 
 
 class _Product(torch.autograd.Function):
@@ -60,14 +65,33 @@ class _Product(torch.autograd.Function):
     @once_differentiable  # a second time would leave the raw product out, without a word
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_x = raw_onednn_product(grad, weight.t())  # (..., I)
-        if ctx.needs_input_grad[1]:
-            with prefer_onednn():  # the raw product would first copy both, which lie the wrong way for it
-                # All tokens of the batch, flattened to one dimension N, are summed over: (O, N) (N, I) -> (O, I)
-                grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
-        return grad_x, grad_weight
+        grad_x = raw_onednn_product(grad, weight.t()) if ctx.needs_input_grad[0] else None  # (..., I)
+        return grad_x, _weight_gradient(grad, x) if ctx.needs_input_grad[1] else None
+
+
+def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """(..., O) and (..., I) -> (O, I). The raw product would first copy both, which lie the wrong way for it."""
+    with prefer_onednn():
+        return grad.flatten(0, -2).t() @ x.flatten(0, -2)  # summed over all tokens of the batch, (O, N) (N, I)
+
+
+# The same for torch.compile, which sends products to MKL unless it is told to leave them alone.
+@torch.library.custom_op("tiny_gpt::onednn_product", mutates_args=())
+def _compiled_product(x: Tensor, weight: Tensor) -> Tensor:
+    return raw_onednn_product(x, weight)
+
+
+@torch.library.custom_op("tiny_gpt::onednn_gradients", mutates_args=())
+def _compiled_gradients(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return raw_onednn_product(grad, weight.t()), _weight_gradient(grad, x)
+
+
+_compiled_product.register_fake(lambda x, weight: x.new_empty(*x.shape[:-1], len(weight)))
+_compiled_gradients.register_fake(lambda grad, x, weight: (x.new_empty(x.shape), weight.new_empty(weight.shape)))
+_compiled_product.register_autograd(
+    lambda ctx, grad: _compiled_gradients(grad, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 
 
 def raw_onednn_product(a: Tensor, b: Tensor) -> Tensor:

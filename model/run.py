@@ -14,6 +14,7 @@ from configs.errors import UserError
 from configs.schema import build
 from data.config import DataConfig, TokenizerConfig
 from data.module import TextData
+from model.bfloat16 import BFLOAT16_PRODUCTS
 from model.budget import measured_speed, time_allowed, time_to_train, with_recipe
 from model.callbacks import Metrics, Progress, RunLogger, Snapshots
 from model.compilation import compile_if_wanted
@@ -55,6 +56,8 @@ def prepare(config: DictConfig, old: OldWeights | None, began: float) -> Run:
         UserError: settings that cannot work, alone, together, or with the old weights.
     """
     options = resolve(OmegaConf.to_container(config.trainer, resolve=True))
+    if str(config.compile).lower() == "true" and options["precision"] == BFLOAT16_PRODUCTS:
+        options["precision"] = "32-true"  # a compiled network makes its products by itself
     budget, speed, picked = time_allowed(config), math.nan, ""
     before = old.run if old else {}
     began -= before.get("seconds", 0.0)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import model.onednn
 from model.attention import fused_attention, written_out_attention
-from model.linear import Linear
+from model.linear import Linear, linear
 from model.onednn import prefer_onednn, short_attention
 from model.optimizer import orthogonalise
 
@@ -51,6 +51,30 @@ def test_a_strided_input_gives_the_same(onednn):
     x = torch.randn(6, 5, 32)[:, ::2, :16]
     layer = Linear(16, 8, bias=False)
     torch.testing.assert_close(layer(x), F.linear(x, layer.weight), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_it_is_one_graph_with_the_same_output_and_gradients(onednn):
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(3, 5, 16), torch.randn(24, 16), torch.randn(24)
+    inputs = [tensor.requires_grad_() for tensor in (x, weight, bias)]
+    torch._dynamo.reset()
+    ours = torch.compile(linear, backend="aot_eager", fullgraph=True)(*inputs)
+    theirs = F.linear(*inputs)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    grad = torch.randn_like(theirs)
+    for our_grad, their_grad in zip(
+        torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(theirs, inputs, grad), strict=True
+    ):
+        torch.testing.assert_close(our_grad, their_grad, atol=1e-5, rtol=1e-5)
+
+
+def test_what_the_compiler_is_told_of_it_is_true(onednn):
+    x, weight = torch.randn(3, 5, 16, requires_grad=True), torch.randn(24, 16, requires_grad=True)
+    torch.library.opcheck(torch.ops.tiny_gpt.onednn_product.default, (x, weight))
+    torch.library.opcheck(
+        torch.ops.tiny_gpt.onednn_gradients.default, (torch.randn(3, 5, 24), x.detach(), weight.detach())
+    )
 
 
 def test_other_precisions_go_pytorchs_way(onednn):
