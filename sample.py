@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
+from configs import collector
 from configs.command_line import compose, one_line_errors, quiet_end, read_prompt
 from configs.errors import UserError
 from configs.schema import build
@@ -34,8 +35,9 @@ def main(config: DictConfig) -> None:
     prompt = read_prompt(config)
     refuse_contradictions(config, prompt)
 
-    from model.checkpoint import find_checkpoint, load_checkpoint
-    from model.writing import score_text
+    with collector.imports():
+        from model.checkpoint import find_checkpoint, load_checkpoint
+        from model.writing import score_text
 
     device = pick_device(config.device)
     checkpoint = load_checkpoint(find_checkpoint(config.checkpoint, config.runs_dir), device)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from configs import collector
 from configs.command_line import run as run_command
 from configs.errors import UserError
 from configs.resume import Resumed, resumed_run
@@ -59,11 +60,12 @@ def main(config: DictConfig) -> None:
     config = resumed.config if resumed else config
     refuse_early(config)
 
-    from model.allocator import keep_freed_memory
-    from model.faults import memory_explained, writing_explained
-    from model.keeping import StopOnSignal
-    from model.old_weights import old_weights
-    from model.run import build_parts, prepare
+    with collector.imports():
+        from model.allocator import keep_freed_memory
+        from model.faults import memory_explained, writing_explained
+        from model.keeping import StopOnSignal
+        from model.old_weights import old_weights
+        from model.run import build_parts, prepare
 
     keep_freed_memory()
     log_to(None)  # again: importing Lightning made its own loggers talk

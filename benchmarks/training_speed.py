@@ -3,12 +3,13 @@
     python -m benchmarks.training_speed [key=value ...]      the keys: configs/training_speed.yaml
 
 Three steps, on the CPU in float32: the default run's, and those of a GPT-2 of 4 layers, 4 heads and width 128 at two
-shapes of a batch. A step is forward, backward and optimiser in a loop written by hand; no loader, no logging.
+shapes of a batch. The default's once more with its products in bfloat16, where the processor has units for it, as
+train.py does then. A step is forward, backward and optimiser in a loop written by hand; no loader, no logging.
 
 The share: operations of a step on paper (model/cost.py; none are counted for the optimiser, though its time is),
 over the step's time, over the speed of the matrix products alone. Those are all the products of the step's forward
-and backward pass at their shapes, through the library that the model takes for each; all their operations over all
-their time.
+and backward pass at their shapes, in the same type, through the library that the model takes for each; all their
+operations over all their time.
 
 Hugging Face's side is GPT2LMHeadModel with the same weights' shapes, fused attention, the same loss and
 torch.optim.AdamW, as it comes and with its fused kernel. All sides take turns, a round each; figures are medians of
@@ -31,6 +32,7 @@ from configs.command_line import compose, one_line_errors
 from configs.errors import UserError
 from configs.schema import build
 from model.allocator import keep_freed_memory
+from model.bfloat16 import BFLOAT16_PRODUCTS, has_bfloat16_units, products_in
 from model.config import GPTConfig, OptimizerConfig
 from model.cost import step_flops
 from model.gpt import GPT
@@ -51,6 +53,7 @@ class Case:
     config: GPTConfig
     optimizer: OptimizerConfig
     batch_size: int
+    precision: str = "32-true"
 
     @property
     def tokens(self) -> int:
@@ -63,17 +66,20 @@ class Case:
         return ids[:, :-1], ids[:, 1:]
 
 
-def cases(vocab_size: int) -> tuple[Case, Case, Case]:
+def cases(vocab_size: int) -> list[Case]:
     """The default run, and two that Hugging Face's model can do too."""
     train = compose("train", [])
     default = build(GPTConfig, train.model, vocab_size=vocab_size)
-    first = Case("default", default, build(OptimizerConfig, train.optimizer), train.data.batch_size)
+    optimizer, batch_size = build(OptimizerConfig, train.optimizer), train.data.batch_size
+    first = [Case("default", default, optimizer, batch_size)]
+    if has_bfloat16_units():
+        first.append(Case("its bfloat16", default, optimizer, batch_size, BFLOAT16_PRODUCTS))
     adamw = OptimizerConfig(name="adamw", lr=1e-3)
     shapes = ((12, 64), (8, 256))
-    return first, *(
+    return first + [
         Case(f"gpt2 {B} x {T}", GPTConfig(vocab_size, T, num_layers=4, num_heads=4, d_model=128), adamw, B)
         for B, T in shapes
-    )
+    ]
 
 
 # A step
@@ -86,7 +92,9 @@ def our_step(case: Case, compiled: bool = False) -> Callable[[], None]:
     optimizer, (inputs, targets) = build_optimizer(network, case.optimizer), case.batch()
 
     def step() -> None:
-        loss_of(inputs, targets).backward()
+        with products_in(case.precision):
+            loss = loss_of(inputs, targets)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -158,14 +166,15 @@ def products_of(case: Case) -> tuple[list[Product], list[Product]]:
             # model/loss.py makes the output layer's in chunks.
             rows = CHUNK_ROWS if layer is network.output and case.config.logit_soft_cap is None else case.tokens
             for first in range(0, case.tokens, rows):
-                linear += linear_products(min(rows, case.tokens - first), layer)
+                linear += linear_products(min(rows, case.tokens - first), layer, case.precision)
     return linear, [product for _ in network.blocks for product in attention_products(case)]
 
 
-def linear_products(rows: int, layer: Linear) -> Iterator[Product]:
+def linear_products(rows: int, layer: Linear, precision: str) -> Iterator[Product]:
     """Forward, and the gradients of the inputs and of the weights."""
-    weight = layer.weight.detach()
-    x, grad = torch.randn(rows, layer.in_features), torch.randn(rows, layer.out_features)  # (n, I), (n, O)
+    dtype = torch.bfloat16 if precision == BFLOAT16_PRODUCTS else torch.float32
+    weight = layer.weight.detach().to(dtype)
+    x, grad = torch.randn(rows, layer.in_features).to(dtype), torch.randn(rows, layer.out_features).to(dtype)
     multiply = raw_onednn_product if goes_through_onednn(x, weight) else F.linear
     for run in (lambda: multiply(x, weight), lambda: multiply(grad, weight.t()), lambda: product(grad.t(), x)):
         yield Product(run, 2 * rows * layer.in_features * layer.out_features)
@@ -255,7 +264,7 @@ def main(config: DictConfig) -> None:
     print(f"{'':14} {'':>8} {'GFLOP/s of':^28}  {'share, of':^18}")
     print(f"{'':14} {'step, ms':>8} {'step':>8} {'products':>9} {'linear':>9}  {'products':>9} {'linear':>8}")
     for case in cases(config.vocab_size):
-        results[case.name] = found = measure(case, case.name != "default", config.compiled)
+        results[case.name] = found = measure(case, case.name.startswith("gpt2"), config.compiled)
         speeds = (found[f"{name}gflops_per_second"] for name in ("", "products_", "linear_"))
         print(f"{case.name:14} {found['ours_ms']:8.2f}" + " {:8.0f} {:9.0f} {:9.0f}".format(*speeds)
               + f"  {found['share']:9.1%} {found['share_of_linear']:8.1%}", flush=True)  # fmt: skip

@@ -184,7 +184,9 @@ def every(options: dict[str, Any], validations: int, batches_per_epoch: int) -> 
         batches.append(options["max_steps"] * options.get("accumulate_grad_batches", 1))
     if _given(options, "max_epochs"):
         batches.append(options["max_epochs"] * batches_per_epoch)
-    return max(1, -(-min(batches) // validations)) if batches else options["max_time"] / validations
+    if batches:
+        return max(1, -(-min(batches) // validations))
+    return 1.02 * options["max_time"] / validations  # a little late, so that the end and its validation come first
 
 
 def parse_duration(text: Any, name: str) -> timedelta:

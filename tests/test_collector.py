@@ -1,0 +1,51 @@
+"""The garbage collector rests where it would find nothing, and works everywhere else."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parents[1]
+CODE = """
+import atexit, gc
+atexit.register(lambda: print(len(gc.get_objects())))  # runs last: what the end of the process looks through
+from configs import collector
+
+collections = []
+gc.callbacks.append(lambda phase, info: collections.append(phase))
+with {around}:
+    made = [[] for _ in range(200_000)]
+print(len(collections), gc.isenabled())
+later = [[] for _ in range(200_000)]
+print(len(collections) > 0)
+"""
+
+
+def numbers(around: str) -> list[str]:
+    code = CODE.format(around=around)
+    return subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True).stdout.split()
+
+
+def test_imports_collect_nothing_and_the_end_of_the_process_looks_at_nothing():
+    during, enabled, works_later, at_the_end = numbers("collector.imports()")
+    assert (during, enabled, works_later) == ("0", "True", "True")
+    assert int(at_the_end) < 1000
+
+
+def test_without_it_both_would():
+    during, _, _, at_the_end = numbers("__import__('contextlib').nullcontext()")
+    assert int(during) > 0
+    assert int(at_the_end) > 200_000
+
+
+def test_a_failed_import_leaves_the_collector_on():
+    code = """
+import gc
+from configs import collector
+try:
+    with collector.imports():
+        raise ImportError
+except ImportError:
+    print(gc.isenabled())
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True)
+    assert done.stdout.split() == ["True"], done.stderr
