@@ -40,12 +40,13 @@ class Recipe:
     num_layers: int
     d_model: int
     vocab_size: int
+    bigram_dropout: float
     dropout: float = 0.0
 
 
 RECIPES = (
-    Recipe(0.0, num_layers=2, d_model=128, vocab_size=2048),
-    Recipe(22.0, num_layers=2, d_model=192, vocab_size=2048),
+    Recipe(0.0, num_layers=2, d_model=128, vocab_size=2048, bigram_dropout=0.2),
+    Recipe(22.0, num_layers=2, d_model=192, vocab_size=2048, bigram_dropout=0.4),
 )
 HEAD_DIM = 32
 SECONDS_A_VALIDATION = 5.0  # of training at least between two: with its pictures one takes half a second
@@ -125,6 +126,8 @@ def with_recipe(config: DictConfig, budget: timedelta, spent: float, flops_per_s
         "model.num_heads": recipe.d_model // HEAD_DIM,
         "model.dropout": recipe.dropout,
     }
+    if config.model.bigram_rows:
+        picked["model.bigram_dropout"] = recipe.bigram_dropout
     if config.tokenizer.kind == "bpe":
         text_bytes = sum(file.stat().st_size for file in find_files(config.data.corpus))
         default = vocab_size_for(int((1 - config.data.val_fraction) * text_bytes))

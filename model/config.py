@@ -59,7 +59,7 @@ class GPTConfig:
     """Squash logits smoothly into (-cap, cap)."""
     bigram_rows: int | None = None
     """Rows of a second embedding, of each token with the one before it; pairs share rows by hash. None: off."""
-    bigram_dropout: float = 0.0
+    bigram_dropout: float = 0.2
     """Share of these pairs left out in training, so that nothing leans on pairs that only the training text has."""
     dropout: float = 0.0
     """Share of activations dropped in training: embedding, attention weights, both branches of a block."""
@@ -87,7 +87,7 @@ class GPTConfig:
     @property
     def drops(self) -> bool:
         """Whether anything is dropped in training."""
-        return self.dropout > 0 or self.bigram_dropout > 0
+        return self.dropout > 0 or (bool(self.bigram_rows) and self.bigram_dropout > 0)
 
     def window_of(self, layer: int) -> int | None:
         """Tokens a query of this layer, counted from 0, can look at. None: all before it."""

@@ -31,9 +31,10 @@ from model.budget import (
 from model.config import GPTConfig
 from model.gpt import GPT
 
-SMALL = Recipe(0.0, num_layers=1, d_model=64, vocab_size=1024)
-LARGE = Recipe(10.0, num_layers=3, d_model=192, vocab_size=4096, dropout=0.1)
-PICKED = ("model.num_layers", "model.d_model", "model.num_heads", "model.dropout", "tokenizer.vocab_size")
+SMALL = Recipe(0.0, num_layers=1, d_model=64, vocab_size=1024, bigram_dropout=0.1)
+LARGE = Recipe(10.0, num_layers=3, d_model=192, vocab_size=4096, bigram_dropout=0.5, dropout=0.1)
+PICKED = ("model.num_layers", "model.d_model", "model.num_heads", "model.dropout", "model.bigram_dropout")
+PICKED += ("tokenizer.vocab_size",)
 
 
 @pytest.fixture
@@ -102,7 +103,7 @@ def test_all_that_is_not_given_is_picked_and_said_in_one_line(pick):
     for teraflops, recipe in ((1.0, SMALL), (10.0, LARGE)):
         config, line = pick(teraflops, seconds=50.0 + teraflops)
         heads = recipe.d_model // HEAD_DIM
-        sizes = (recipe.num_layers, recipe.d_model, heads, recipe.dropout, recipe.vocab_size)
+        sizes = (recipe.num_layers, recipe.d_model, heads, recipe.dropout, recipe.bigram_dropout, recipe.vocab_size)
         assert values(config) == dict(zip(PICKED, sizes, strict=True))
         assert all(f" {key}={value}" in line for key, value in values(config).items())
         assert f"{50 + teraflops:.0f} s" in line and "GFLOP/s" in line and "\n" not in line
@@ -119,7 +120,7 @@ def test_a_short_run_validates_less_often_but_never_less_than_asked_for(pick):
 @pytest.mark.parametrize("key", PICKED)
 def test_given_key_stays_also_where_it_is_the_default(pick, key):
     default = OmegaConf.select(compose("train", []), key)
-    for value in ("512" if key == "tokenizer.vocab_size" else default, {"model.dropout": "0.3"}.get(key, "512")):
+    for value in ("512" if key == "tokenizer.vocab_size" else default, {"model.dropout": "0.3", "model.bigram_dropout": "0.3"}.get(key, "512")):
         overrides = (f"{key}={value}", *(["model.num_heads=4"] if key == "model.d_model" else []))
         if key == "model.num_heads" and value == "512":
             continue
