@@ -26,9 +26,9 @@ def jump(monkeypatch):
 
 @pytest.fixture
 def step_ms(train_here, events, monkeypatch, jump):
-    """step_ms(owner, name) is the step time of a run in which the clock jumps whenever that method begins.
+    """step_ms(owner, name) are the readings of the step time in a run whose clock jumps whenever that method begins.
 
-    Twelve steps, a reading and a validation every third. `when` says from the method's self whether it jumps.
+    Twelve steps, a reading every third, a validation every fourth. `when` says from the method's self whether it jumps.
     """
 
     def measured(owner, name, when=lambda owner: True):
@@ -41,12 +41,12 @@ def step_ms(train_here, events, monkeypatch, jump):
 
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, delayed)
-            finished = train_here("trainer.max_steps=12", "trainer.log_every_n_steps=3", "validations=4")
+            finished = train_here("trainer.max_steps=12", "trainer.log_every_n_steps=3", "validations=3")
         assert finished.returncode == 0, finished
         readings = [event.value for event in events(finished.path).Scalars("speed/step_ms")]
         assert len(readings) == 3  # at steps 6, 9 and 12: the first five are warm-up
         assert finished.summary["step_ms"] == pytest.approx(sorted(readings)[1], rel=1e-3)
-        return finished.summary["step_ms"]
+        return readings
 
     return measured
 
@@ -63,11 +63,11 @@ def step_ms(train_here, events, monkeypatch, jump):
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_step_time_leaves_out_what_happens_beside_steps(step_ms, owner, name):
-    assert step_ms(owner, name) < JUMP_MS / 3  # one jump an interval of three steps
+    assert max(step_ms(owner, name)) < JUMP_MS / 3  # a reading is of three steps at most
 
 
 def test_step_time_leaves_out_the_warm_up(step_ms):
-    assert step_ms(GPTLightning, "training_step", when=lambda module: module.global_step < 5) < JUMP_MS / 3
+    assert max(step_ms(GPTLightning, "training_step", when=lambda module: module.global_step < 5)) < JUMP_MS / 3
 
 
 @pytest.mark.parametrize("steps", [1, 5, 6])
@@ -81,8 +81,8 @@ def test_step_time_of_a_run_that_is_mostly_warm_up_is_a_number(train_here, steps
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_step_time_has_all_that_belongs_to_a_step(step_ms, owner, name):
-    share = step_ms(owner, name) / JUMP_MS
-    assert 0.6 < share < 1.3  # the first batch of an interval is fetched before its clock starts
+    last = step_ms(owner, name)[-1] / JUMP_MS  # of three steps; the clock starts when the first one's batch is there
+    assert (2 / 3 if owner is TrainBatches else 1) <= last < 1.3
 
 
 def test_step_time_of_accumulated_batches_is_that_of_all_of_them(train_here, monkeypatch, jump):
