@@ -100,9 +100,11 @@ def open_directory(run: Run, run_dir: Path, resumed: Resumed | None) -> None:
     from model.events import rewind_events
     from model.keeping import tidy_checkpoints
 
-    save_config(run.config, run_dir)
+    first = not started_by_lightning()  # of the processes of several devices
+    if first:
+        save_config(run.config, run_dir)
     log_to(run_dir)
-    if resumed and not started_by_lightning():
+    if resumed and first:
         (run_dir / "summary.json").unlink(missing_ok=True)
         rewind_events(run_dir, run.old.step if run.old else -1)
         tidy_checkpoints(run_dir / "checkpoints", resumed.checkpoint)
