@@ -37,6 +37,7 @@ from configs.run_directory import (
     started_by_lightning,
 )
 from configs.schema import build
+from configs.whole_file import written_whole
 from data.config import DataConfig, TokenizerConfig
 from data.corpus import Corpus, find_files
 from model.config import GPTConfig, OptimizerConfig, SamplingConfig
@@ -101,9 +102,11 @@ def open_directory(run: Run, run_dir: Path, resumed: Resumed | None) -> None:
     from model.events import rewind_events
     from model.keeping import tidy_checkpoints
 
-    save_config(run.config, run_dir)
+    first = not started_by_lightning()  # of the processes of several devices
+    if first:
+        save_config(run.config, run_dir)
     log_to(run_dir)
-    if resumed and not started_by_lightning():
+    if resumed and first:
         (run_dir / "summary.json").unlink(missing_ok=True)
         rewind_events(run_dir, run.old.step if run.old else -1)
         tidy_checkpoints(run_dir / "checkpoints", resumed.checkpoint)
@@ -169,9 +172,8 @@ def summarise(run: Run, trainer: Trainer, run_dir: Path) -> None:
         (*best.validation.values(), *speed), trainer.global_step, best.network.config.context_length
     )
     summary = figures(run, trainer, best, run_dir)
-    temporary = run_dir / "summary.tmp"
-    temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(run_dir / "summary.json")  # from now on the run is finished
+    with written_whole(run_dir / "summary.json", run_dir / "summary.tmp") as file:  # then the run is finished
+        file.write((json.dumps(summary, indent=2) + "\n").encode())
     (run_dir / "checkpoints" / "previous.ckpt").unlink(missing_ok=True)
     say(conclusion(summary, text, run_dir))
 

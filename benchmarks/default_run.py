@@ -12,12 +12,13 @@ from configs.schema import build
 from data.config import DataConfig, TokenizerConfig
 from data.module import TextData
 from model.allocator import keep_freed_memory
-from model.callbacks import Metrics, Progress, RunLogger, Snapshots
+from model.callbacks import Metrics, Progress, Snapshots
 from model.config import GPTConfig, OptimizerConfig
 from model.gpt import GPT
-from model.keeping import CheckpointFiles, KeepLast, StopOnSignal
+from model.keeping import KeepLast, StopOnSignal
 from model.lightning_module import GPTLightning
-from model.trainer import build_trainer, resolve
+from model.run import trainer_in
+from model.trainer import resolve
 
 
 def prepared_text(config: DictConfig) -> TextData:
@@ -60,24 +61,9 @@ def train(
     options = resolve(options | {"max_steps": steps, "max_time": "1h", "accelerator": "cpu"})
     if not validations:
         options["limit_val_batches"] = 0
-    trainer = build_trainer(
-        options,
-        max(1, validations),
-        len(data.train_dataloader()),
-        default_root_dir=run_dir,
-        logger=RunLogger(run_dir),
-        plugins=[CheckpointFiles()],
-        callbacks=[
-            first,
-            metrics,
-            Progress(metrics),
-            drawing,
-            StopOnSignal(),
-            KeepLast(run_dir / "last.ckpt", metrics),
-        ],
-        num_sanity_val_steps=0,
-        enable_model_summary=False,
-    )
+    kept = KeepLast(run_dir / "last.ckpt", metrics)
+    callbacks = [first, metrics, Progress(metrics), drawing, StopOnSignal(), kept]
+    trainer = trainer_in(run_dir, options, max(1, validations), data, callbacks)
     data.trainer = None
     trainer.fit(module, datamodule=data)
     data.trainer = None

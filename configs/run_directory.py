@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from configs.errors import UserError
+from configs.whole_file import written_whole
 
 # Lightning starts one process a further device; they inherit the directory of the first.
 _INHERITED = "TINY_GPT_RUN_DIR"
@@ -172,9 +173,9 @@ def make_new_dir(parent: Path, name: str) -> Path:
 
 def save_config(config: DictConfig, run_dir: Path) -> None:
     """Writes config.yaml, whole or not at all: every choice of the run, defaults included; nothing left to compute."""
-    temporary = run_dir / "config.tmp"
-    OmegaConf.save(OmegaConf.create(_as_text(OmegaConf.to_container(config, resolve=True))), temporary)
-    temporary.replace(run_dir / "config.yaml")
+    values = OmegaConf.create(_as_text(OmegaConf.to_container(config, resolve=True)))
+    with written_whole(run_dir / "config.yaml", run_dir / "config.tmp") as file:
+        file.write(OmegaConf.to_yaml(values).encode())
 
 
 def _as_text(node: Any) -> Any:

@@ -9,13 +9,13 @@ import contextlib
 import hashlib
 import os
 import re
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from configs.errors import UserError
+from configs.whole_file import written_whole
 
 KEPT = 64  # files in a cache directory; of more, those not used for longest go
 UNFINISHED_FOR_S = 24 * 3600  # from then on a file that was never finished is nobody's
@@ -40,27 +40,17 @@ def written_to_cache(path: Path) -> Iterator[BinaryIO]:
 
     Raises UserError, naming the directory, if it cannot be written.
     """
-    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w+b", dir=path.parent, prefix=f"{path.name}.", suffix=".tmp", delete=False
-        ) as f:
-            temporary = Path(f.name)
+        with written_whole(path) as f:
             yield f
             f.seek(0)
             f.write(_last_line(_digest(f, os.fstat(f.fileno()).st_size)))
-            f.flush()
-            os.fsync(f.fileno())
-        temporary.replace(path)
     except OSError as error:
         raise UserError(
             f"Cannot write to the cache {path.parent}: {error.strerror or error}. Make room or grant access, "
             "or set data.cache_dir to another directory."
         ) from None
-    finally:
-        if temporary:
-            temporary.unlink(missing_ok=True)
     _keep_the_last_used(path)
 
 

@@ -6,7 +6,6 @@ takes no notice of it. A file without a seal is read too: cut off anywhere else,
 
 import hashlib
 import io
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from configs.errors import UserError
+from configs.whole_file import written_whole
 from model.checkpoint_check import refuse_unsafe
 
 MARK = b"tinyGPT1"
@@ -32,21 +32,9 @@ def write_checkpoint(content: dict[str, Any], path: Path, previous: Path | None 
     buffer = io.BytesIO()
     torch.save(content, buffer)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(buffer.getbuffer())
-            file.write(MARK + hashlib.sha256(buffer.getbuffer()).digest())
-            file.flush()
-            os.fsync(file.fileno())
-        if previous is not None and path.exists():
-            os.replace(path, previous)  # a kill between these two leaves `previous`
-        os.replace(temporary, path)
-        _sync_directory(path.parent)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    with written_whole(path, path.with_suffix(".tmp"), previous) as file:
+        file.write(buffer.getbuffer())
+        file.write(MARK + hashlib.sha256(buffer.getbuffer()).digest())
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -72,13 +60,3 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             f"{path} is no checkpoint written by train.py, or it is damaged. Use another, or train one: python train.py"
         ) from error
     return content
-
-
-def _sync_directory(path: Path) -> None:
-    """Makes the new name last through a power failure, where directories can be opened."""
-    if os.name == "posix":
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

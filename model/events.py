@@ -1,12 +1,13 @@
 """TensorBoard's events of a run that goes on: back to the step of its checkpoint, so that no curve doubles."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.summary.writer.record_writer import RecordWriter
+
+from configs.whole_file import written_whole
 
 # Sorts before every file that a writer names after the time, even if the clock went backwards.
 EARLIER = "events.out.tfevents.0000000000.earlier"
@@ -21,14 +22,10 @@ def rewind_events(run_dir: Path, step: int) -> None:
     files = sorted(run_dir.glob("events.out.tfevents.*"))
     if not files:
         return
-    temporary = run_dir / "events.tmp"
-    with open(temporary, "wb") as file:
+    with written_whole(run_dir / EARLIER, run_dir / "events.tmp") as file:  # a name that TensorBoard does not look for
         writer = RecordWriter(file)
         for event in _kept(files, step):
             writer.write(event.SerializeToString())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, run_dir / EARLIER)
     for old in files:
         if old.name != EARLIER:
             old.unlink()

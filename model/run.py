@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 from omegaconf import DictConfig, OmegaConf
 
 from configs.errors import UserError
@@ -95,28 +95,36 @@ def prepare(config: DictConfig, old: OldWeights | None, began: float) -> Run:
 def build_parts(run: Run, run_dir: Path, stop_on_signal: StopOnSignal) -> Trainer:
     """The Trainer with everything that goes on beside training; the network is compiled where that pays."""
     checkpoints = run_dir / "checkpoints"
-    trainer = build_trainer(
-        run.options,
-        run.config.validations,
-        len(run.data.train_dataloader()),
-        default_root_dir=run_dir,
-        logger=RunLogger(run_dir),
-        plugins=[CheckpointFiles()],
-        callbacks=[
-            run.metrics,
-            Progress(run.metrics),
-            Snapshots(run.data.val_passage(Snapshots.PASSAGE_TOKENS).tolist()),
-            stop_on_signal,
-            KeepBest(checkpoints / "best.ckpt"),
-            KeepLast(checkpoints / "last.ckpt", run.metrics, run.facts, run.began),
-        ],
-        num_sanity_val_steps=0,
-        enable_model_summary=False,
-    )
+    callbacks = [
+        run.metrics,
+        Progress(run.metrics),
+        Snapshots(run.data.val_passage(Snapshots.PASSAGE_TOKENS).tolist()),
+        stop_on_signal,
+        KeepBest(checkpoints / "best.ckpt"),
+        KeepLast(checkpoints / "last.ckpt", run.metrics, run.facts, run.began),
+    ]
+    trainer = trainer_in(run_dir, run.options, run.config.validations, run.data, callbacks)
     refuse_time_on_several_devices(trainer)
     precision = trainer.precision_plugin.forward_context()
     compile_if_wanted(run.network, run.config.compile, trainer.strategy.root_device, precision)
     return trainer
+
+
+def trainer_in(
+    run_dir: Path, options: dict[str, Any], validations: int, data: TextData, callbacks: list[Callback]
+) -> Trainer:
+    """The Trainer of a run, or of a benchmark that looks at a part of one; its events go into `run_dir`."""
+    return build_trainer(
+        options,
+        validations,
+        len(data.train_dataloader()),
+        default_root_dir=run_dir,
+        logger=RunLogger(run_dir),
+        plugins=[CheckpointFiles()],
+        callbacks=callbacks,
+        num_sanity_val_steps=0,
+        enable_model_summary=False,
+    )
 
 
 def time_with_other_budget(before: dict[str, Any], budget: timedelta) -> float:

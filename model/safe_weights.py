@@ -5,7 +5,6 @@ metadata are the entries of model/checkpoint.py's `gpt`, each as JSON, so that s
 """
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from configs.errors import UserError
+from configs.whole_file import written_whole
 
 SUFFIX = ".safetensors"
 ENTRIES = ("model", "tokenizer", "step", "validation", "format")
@@ -33,17 +33,11 @@ def write_safetensors(path: Path, entry: dict[str, Any], weights: dict[str, torc
         {name: tensor.cpu().clone().contiguous() for name, tensor in weights.items()},
         {name: json.dumps(entry[name]) for name in ENTRIES},
     )
-    temporary = None
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp", delete=False) as f:
-            temporary = Path(f.name)
-            f.write(content)
-        temporary.replace(path)
+        with written_whole(path) as file:
+            file.write(content)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}. Give another file.") from None
-    finally:
-        if temporary:
-            temporary.unlink(missing_ok=True)
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

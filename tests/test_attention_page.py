@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 
 import numpy as np
 import pytest
@@ -183,26 +182,10 @@ def test_scripts_in_the_text_do_nothing(open_page):
     assert labels[1] in heading(browser)
 
 
-def test_256_tokens_of_36_heads_are_small_and_quick(open_page, tmp_path, capsys):
+def test_256_tokens_of_36_heads_are_a_small_page(open_page, tmp_path):
     maps = random_maps(6, 6, 256)
-    began = time.perf_counter()
     browser = open_page(maps, [f"·word{i}" for i in range(256)])
-    loaded = 1000 * (time.perf_counter() - began)
-    megabytes = (tmp_path / "page.html").stat().st_size / 2**20
-    milliseconds = browser.execute_script(
-        """const tokens = document.querySelectorAll(".token"), times = [];
-        for (let i = 255; i > 155; i--) {
-          const start = performance.now();
-          tokens[i].dispatchEvent(new PointerEvent("pointerover", {bubbles: true}));
-          document.body.offsetHeight;  // style and layout too
-          times.push(performance.now() - start);
-        }
-        return times.sort((a, b) => a - b)[50];"""
-    )
-    with capsys.disabled():
-        print(f"\n256 tokens, 36 heads: {megabytes:.2f} MB, open in {loaded:.0f} ms, {milliseconds:.1f} ms a token")
-    assert megabytes <= 5
-    assert milliseconds < 250  # far above what was measured: this is no benchmark
+    assert (tmp_path / "page.html").stat().st_size <= 5 * 2**20
     point_at(browser, tokens_of(browser)[200])
     np.testing.assert_allclose(shown_numbers(browser), maps[0, 0, 200], atol=0.009)
 

@@ -1,0 +1,68 @@
+"""A file that is written whole: the one before stays until then, and nothing half-made is ever left."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from configs.whole_file import written_whole
+
+
+def write(path, content, **names):
+    with written_whole(path, **names) as file:
+        file.write(content)
+
+
+def names_in(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt(), ValueError()])
+@pytest.mark.parametrize("temporary", [None, "file.tmp"])
+def test_failure_leaves_the_files_before_and_nothing_else(tmp_path, failure, temporary):
+    path, previous = tmp_path / "file", tmp_path / "previous"
+    path.write_bytes(b"before"), previous.write_bytes(b"older")
+    with pytest.raises(type(failure)):
+        with written_whole(path, temporary and tmp_path / temporary, previous) as file:
+            file.write(b"half")
+            raise failure
+    assert names_in(tmp_path) == ["file", "previous"]
+    assert path.read_bytes() == b"before" and previous.read_bytes() == b"older"
+
+
+def test_file_before_goes_to_previous(tmp_path):
+    for content in (b"one", b"two", b"three"):
+        write(tmp_path / "file", content, previous=tmp_path / "previous")
+    assert (tmp_path / "file").read_bytes() == b"three" and (tmp_path / "previous").read_bytes() == b"two"
+    assert names_in(tmp_path) == ["file", "previous"]
+
+
+def test_two_that_write_one_file_at_once_do_not_mix(tmp_path):
+    path = tmp_path / "file"
+    with written_whole(path) as one, written_whole(path) as two:
+        for _ in range(1000):
+            one.write(b"one"), two.write(b"two")
+    assert path.read_bytes() == b"one" * 1000 and names_in(tmp_path) == ["file"]  # the one that ended last
+
+
+def test_what_a_kill_left_is_written_over(tmp_path):
+    (tmp_path / "file.tmp").write_bytes(b"half of something longer")
+    write(tmp_path / "file", b"whole", temporary=tmp_path / "file.tmp")
+    assert (tmp_path / "file").read_bytes() == b"whole" and names_in(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("place", ["missing/file", "text/file", "directory"])
+def test_error_names_the_file_that_was_asked_for(tmp_path, place):
+    (tmp_path / "text").write_text("no directory")
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(OSError) as failed:
+        write(tmp_path / place, b"content")
+    assert Path(failed.value.filename) == tmp_path / place
+    assert names_in(tmp_path) == ["directory", "text"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions are POSIX's")
+def test_whoever_may_read_other_new_files_may_read_it(tmp_path):
+    (tmp_path / "usual").touch()
+    write(tmp_path / "file", b"content")
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "usual").stat().st_mode
