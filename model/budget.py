@@ -46,6 +46,7 @@ class Recipe:
 
 RECIPES = (
     Recipe(0.0, num_layers=2, d_model=128, vocab_size=2048, bigram_dropout=0.2),
+    Recipe(14.0, num_layers=2, d_model=128, vocab_size=2048, bigram_dropout=0.3),
     Recipe(22.0, num_layers=2, d_model=192, vocab_size=2048, bigram_dropout=0.4),
 )
 HEAD_DIM = 32
