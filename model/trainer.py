@@ -77,7 +77,8 @@ def skip_empty_hooks(trainer: Trainer) -> None:
     """
     for callback in trainer.callbacks:
         for hook in _STEP_HOOKS:
-            if getattr(type(callback), hook) is getattr(Callback, hook):
+            # Asked of the callback and not of its class: Lightning's LambdaCallback has its hooks itself.
+            if getattr(getattr(callback, hook), "__func__", None) is getattr(Callback, hook):
                 setattr(callback, hook, None)
 
 
