@@ -40,7 +40,7 @@ def bfloat16_products() -> Iterator[None]:
 
 
 def products_in(precision: str) -> AbstractContextManager[None]:
-    """What a training step's forward pass runs under at this `trainer.precision`, where Lightning is not there."""
+    """What a forward pass in training runs under at this `trainer.precision`, where one trains without Lightning."""
     return bfloat16_products() if precision == BFLOAT16_PRODUCTS else nullcontext()
 
 
@@ -67,10 +67,11 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        grad, grad_x, grad_weight = grad.bfloat16(), None, None
+        grad = grad.bfloat16()
+        grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_x = (grad @ weight).float()  # (..., I)
         if ctx.needs_input_grad[1]:
-            # All tokens of the batch, flattened to one dimension N, are summed over: (O, N) (N, I) -> (O, I)
-            grad_weight = (grad.flatten(0, -2).t() @ x.flatten(0, -2)).float()
+            # All tokens of the batch, laid into one dimension N, are summed over: (O, N) (N, I) -> (O, I)
+            grad_weight = (grad.reshape(-1, grad.size(-1)).t() @ x.reshape(-1, x.size(-1))).float()
         return grad_x, grad_weight

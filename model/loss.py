@@ -37,20 +37,18 @@ def output_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 class _OutputLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        product = raw_onednn_product if goes_through_onednn(x, weight) else F.linear
-        nats = x.new_zeros(())
-        grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight)
-        dtype = x.dtype
-        if made_in_bfloat16(x, weight):
-            product, dtype = F.linear, torch.bfloat16
+        nats, grad_x, grad_weight = x.new_zeros(()), torch.empty_like(x), torch.zeros_like(weight)
+        dtype = torch.bfloat16 if made_in_bfloat16(x, weight) else x.dtype  # of what is multiplied; the rest is as x is
         x, weight = x.to(dtype), weight.to(dtype)
+        product = raw_onednn_product if goes_through_onednn(x, weight) else F.linear
         for rows in range(0, len(x), CHUNK_ROWS):
             here = slice(rows, rows + CHUNK_ROWS)
             logits = product(x[here], weight).to(grad_x.dtype)  # (n, V)
             at = targets[here, None]  # (n, 1)
             picked, top = logits.gather(1, at), logits.amax(dim=1, keepdim=True)  # (n, 1) each
             probabilities = logits.softmax(dim=1)  # (n, V)
-            # -log softmax at the target, also where that is 0: the largest probability is 1 / sum(exp(logits - top)).
+            # -log softmax at the target is top + log(sum(exp(logits - top))) - picked, and 1 over that sum is the
+            # largest probability. Unlike the target's own it is never 0.
             nats += (top - probabilities.amax(dim=1, keepdim=True).log() - picked).sum()
             # d loss / d logits is softmax - 1 at the target; the mean's 1 / N comes in `backward`.
             grad = probabilities.scatter_add_(1, at, picked.new_full(picked.shape, -1.0)).to(dtype)  # (n, V)

@@ -72,7 +72,8 @@ class _Product(torch.autograd.Function):
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """(..., O) and (..., I) -> (O, I). The raw product would first copy both, which lie the wrong way for it."""
     with prefer_onednn():
-        return grad.flatten(0, -2).t() @ x.flatten(0, -2)  # summed over all tokens of the batch, (O, N) (N, I)
+        # All tokens of the batch, laid into one dimension N, are summed over: (O, N) (N, I) -> (O, I)
+        return grad.reshape(-1, grad.size(-1)).t() @ x.reshape(-1, x.size(-1))
 
 
 # The same for torch.compile, which sends products to MKL unless it is told to leave them alone.

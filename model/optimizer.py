@@ -1,6 +1,7 @@
 """The optimisers, each one torch.optim.Optimizer, and the learning-rate schedule."""
 
 from collections import defaultdict
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +109,8 @@ class MuonAdamW(torch.optim.AdamW):
         for p, update in zip(params, updates, strict=True):
             by_shape[p.shape].append((p, update))
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        with prefer_onednn():
+        # A GPU it would let use TF32, but only beside a CPU that it is for.
+        with prefer_onednn() if params[0].device.type == "cpu" else nullcontext():
             orthogonal = orthogonalise([torch.stack([update for _, update in pairs]) for pairs in by_shape.values()])
         for ((rows, columns), pairs), directions in zip(by_shape.items(), orthogonal, strict=True):
             size = group["lr"] * max(1, rows / columns) ** 0.5
@@ -128,7 +130,7 @@ def orthogonalise(stacks: list[Tensor]) -> list[Tensor]:
     first G, so they are multiplied up at its size and meet X once, at the end.
 
     Args:
-        stacks: (n, rows, columns) each, of any shapes and any floating type; float32 or float64 inside.
+        stacks: (n, rows, columns) each, of any shapes and one floating type; float32 or float64 inside.
 
     Returns:
         The same shapes, singular values between about 0.68 and 1.21, unless they started tiny: below a thirtieth of
@@ -156,10 +158,10 @@ def _factors(gram: Tensor) -> Tensor:
     """What all rounds together multiply X by, from X X^T: (n, small, small) each."""
     a, b, c = _QUINTIC
     product = None
-    for round in range(1, _ROUNDS + 1):
+    for rounds in range(1, _ROUNDS + 1):
         factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b G + c G^2
         factor.diagonal(dim1=1, dim2=2).add_(a)
         product = factor if product is None else factor @ product
-        if round < _ROUNDS:
+        if rounds < _ROUNDS:
             gram = factor @ gram @ factor  # of what X is by now
     return product

@@ -57,7 +57,12 @@ def prepare(config: DictConfig, old: OldWeights | None, began: float) -> Run:
     """
     options = resolve(OmegaConf.to_container(config.trainer, resolve=True))
     if str(config.compile).lower() == "true" and options["precision"] == BFLOAT16_PRODUCTS:
-        options["precision"] = "32-true"  # a compiled network makes its products by itself
+        if config.trainer.precision != "auto":
+            raise UserError(
+                f"trainer.precision={BFLOAT16_PRODUCTS} is for networks that are not compiled. Use compile=false, or "
+                "trainer.precision=auto: 32-true if compiled."
+            )
+        options["precision"] = "32-true"
     budget, speed, picked = time_allowed(config), math.nan, ""
     before = old.run if old else {}
     began -= before.get("seconds", 0.0)

@@ -65,7 +65,9 @@ def build_trainer(
     try:
         trainer = Trainer(callbacks=[*callbacks, timer], **ours, **options)
     except (MisconfigurationException, TypeError, ValueError, RuntimeError, ImportError) as error:
-        raise UserError(f"trainer: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split())
+        also = f", and here auto and {BFLOAT16_PRODUCTS}" if reason.startswith("Precision ") else ""
+        raise UserError(f"trainer: {reason}{also}") from error
     skip_empty_hooks(trainer)
     return trainer
 
@@ -77,7 +79,8 @@ def skip_empty_hooks(trainer: Trainer) -> None:
     """
     for callback in trainer.callbacks:
         for hook in _STEP_HOOKS:
-            if getattr(type(callback), hook) is getattr(Callback, hook):
+            # Asked of the callback and not of its class: Lightning's LambdaCallback has its hooks itself.
+            if getattr(getattr(callback, hook), "__func__", None) is getattr(Callback, hook):
                 setattr(callback, hook, None)
 
 
@@ -88,7 +91,7 @@ class BFloat16Products(Precision):
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
-        """Around each training step's forward pass; the backward pass follows it."""
+        """Around each training step's forward pass. What was multiplied there in bfloat16, its gradient is too."""
         with bfloat16_products():
             yield
 
@@ -103,7 +106,10 @@ def refuse_time_on_several_devices(trainer: Trainer) -> None:
 
 
 def resolve(options: dict[str, Any]) -> dict[str, Any]:
-    """Options as Lightning takes them: times as timedelta, `auto` decided, unknown names refused."""
+    """Options as Lightning takes them: times as timedelta, `auto` decided, unknown names refused.
+
+    `precision` is always among them.
+    """
     known = inspect.signature(Trainer.__init__).parameters
     for name in options:
         if name not in known:
@@ -131,6 +137,7 @@ def resolve(options: dict[str, Any]) -> dict[str, Any]:
     options = {
         "max_epochs": -1,
         **options,
+        "precision": options.get("precision") or "32-true",
         "max_steps": -1 if options.get("max_steps") is None else options["max_steps"],
     }
     bounded = _given(options, "max_steps") or _given(options, "max_epochs")
@@ -143,9 +150,9 @@ def resolve(options: dict[str, Any]) -> dict[str, Any]:
             "trainer: nothing ends this run. Give trainer.max_time (auto: budget decides), trainer.max_steps or "
             "trainer.max_epochs."
         )
-    if options.get("precision") == "auto":
+    if options["precision"] == "auto":
         options["precision"] = best_precision(expected_device(options))
-    elif options.get("precision") == BFLOAT16_PRODUCTS and expected_device(options).type != "cpu":
+    elif options["precision"] == BFLOAT16_PRODUCTS and expected_device(options).type != "cpu":
         raise UserError(f"trainer.precision={BFLOAT16_PRODUCTS} is for CPUs. Use auto, bf16-mixed or 32-true.")
     return options
 

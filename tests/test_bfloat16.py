@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
+import model.run
 import model.trainer
 from configs.errors import UserError
 from model.bfloat16 import BFLOAT16_PRODUCTS, bfloat16_products, made_in_bfloat16, products_in
@@ -29,7 +30,7 @@ def loss_and_gradients(network: GPT, ids: torch.Tensor) -> tuple[torch.Tensor, d
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(3, 5, 16), (7, 16)])
+@pytest.mark.parametrize("shape", [(3, 5, 16), (7, 16), (16,)])
 def test_a_layer_rounds_what_it_multiplies_and_nothing_else(shape, bias):
     torch.manual_seed(0)
     layer, x = Linear(16, 24, bias=bias), torch.randn(shape, requires_grad=True)
@@ -40,9 +41,9 @@ def test_a_layer_rounds_what_it_multiplies_and_nothing_else(shape, bias):
 
     grad = torch.randn_like(y)
     grad_x, grad_weight = torch.autograd.grad(y, (x, layer.weight), grad)
-    rounded = grad.bfloat16().flatten(0, -2).double()
+    rounded = grad.bfloat16().reshape(-1, 24).double()
     exact_x = (rounded @ layer.weight.bfloat16().double()).view(shape)
-    exact_weight = rounded.T @ x.bfloat16().flatten(0, -2).double()
+    exact_weight = rounded.T @ x.bfloat16().reshape(-1, 16).double()
     for ours, exact in ((grad_x, exact_x), (grad_weight, exact_weight)):
         assert ours.dtype == torch.float32
         assert_close(ours.double(), exact, atol=1e-6, rtol=2**-8)  # only the result is rounded once more
@@ -104,6 +105,28 @@ def test_elsewhere_than_on_a_cpu_it_is_refused(monkeypatch):
     monkeypatch.setattr(model.trainer, "expected_device", lambda options: CUDA)
     with pytest.raises(UserError, match=r"bf16-products.*32-true"):
         resolve({"precision": BFLOAT16_PRODUCTS, "max_steps": 1})
+
+
+def test_a_precision_that_does_not_exist_is_refused_with_all_that_do(refuse, tiny):
+    error = refuse("train", *tiny, "trainer.max_steps=1", "trainer.precision=bf16_products")
+    assert all(name in error for name in ("'bf16_products'", "32-true", "bf16-mixed", "auto", BFLOAT16_PRODUCTS))
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": None}])
+def test_where_no_precision_is_given_it_is_float32(options):
+    precision = resolve(options | {"max_steps": 1})["precision"]
+    assert precision == "32-true"
+
+
+def test_compiled_a_network_trains_in_float32(train_here, monkeypatch):
+    monkeypatch.setattr(model.trainer, "has_bfloat16_units", lambda: True)
+    monkeypatch.setattr(model.run, "compile_if_wanted", lambda *args: None)  # it takes a minute
+    assert "in 32-true" in train_here("compile=true", "trainer.max_steps=1").stdout
+
+
+def test_compiled_and_in_bfloat16_products_is_refused(refuse, tiny):
+    error = refuse("train", *tiny, "compile=true", "trainer.max_steps=1", f"trainer.precision={BFLOAT16_PRODUCTS}")
+    assert "compile=false" in error and "trainer.precision=auto" in error
 
 
 class Watching(LightningModule):

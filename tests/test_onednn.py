@@ -5,10 +5,11 @@ import torch
 import torch.nn.functional as F
 
 import model.onednn
+import model.optimizer
 from model.attention import fused_attention, written_out_attention
 from model.linear import Linear, linear
 from model.onednn import prefer_onednn, short_attention
-from model.optimizer import orthogonalise
+from model.optimizer import MuonAdamW, orthogonalise
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def onednn(monkeypatch):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(3, 5, 16), (7, 16), (1, 1, 16), (0, 4, 16)])
+@pytest.mark.parametrize("shape", [(3, 5, 16), (7, 16), (1, 1, 16), (0, 4, 16), (16,)])
 def test_output_and_gradients_equal_pytorchs_linear(onednn, shape, bias):
     torch.manual_seed(0)
     layer, x = Linear(16, 24, bias=bias), torch.randn(shape, requires_grad=True)
@@ -159,6 +160,22 @@ def test_the_precision_setting_is_left_as_it_was(onednn):
     with pytest.raises(ZeroDivisionError), prefer_onednn():
         raise ZeroDivisionError
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_muon_leaves_the_precision_setting_alone_on_other_devices(onednn, monkeypatch):
+    settings = []
+
+    def watched(stacks):
+        settings.append(torch.get_float32_matmul_precision())
+        return orthogonalise(stacks)
+
+    monkeypatch.setattr(model.optimizer, "orthogonalise", watched)
+    before = torch.get_float32_matmul_precision()
+    for device in ("cpu", "meta"):
+        weight = torch.ones(4, 6, device=device, requires_grad=True)
+        weight.grad = torch.ones_like(weight)
+        MuonAdamW([{"params": [weight], "lr": 0.1, "momentum": 0.9, "muon": True}]).step()
+    assert settings == ["medium", before]
 
 
 def test_the_precision_setting_is_not_touched_on_other_machines(monkeypatch):

@@ -73,6 +73,7 @@ def assert_same_run(events, one, other):
 
 EPOCHS = ("tokenizer=byte", "data.batch_size=24", "trainer.max_epochs=3")  # of 11 batches
 ADAMW = ("optimizer=adamw", "model.dropout=0.2")
+BFLOAT16 = "trainer.precision=bf16-products"  # on machines without units for it too
 ACCUMULATING = ("trainer.max_steps=8", "trainer.accumulate_grad_batches=4", "trainer.val_check_interval=6")
 
 
@@ -80,10 +81,10 @@ ACCUMULATING = ("trainer.max_steps=8", "trainer.accumulate_grad_batches=4", "tra
     ("settings", "stops"),
     [
         (("trainer.max_steps=20",), (0, 9)),
-        (("trainer.max_steps=20",), (3,)),  # a validation is due after this step
+        (("trainer.max_steps=20", "trainer.precision=32-true"), (3,)),  # a validation is due after this step
         (("trainer.max_steps=20",), (4,)),  # has just been done
         (("trainer.max_steps=20", *ADAMW), (7, 8)),
-        (("trainer.max_steps=20", "model=llama", "trainer.gradient_clip_val=0.5"), (13,)),
+        (("trainer.max_steps=20", "model=llama", "trainer.gradient_clip_val=0.5", BFLOAT16), (13,)),
         ((*ACCUMULATING, *ADAMW), (5, 14)),  # in the middle of a step
         (ACCUMULATING, (11, 17)),  # in a step's last batch, a validation after it; in the middle, a validation after it
         (EPOCHS, (10, 16)),  # in the last batch of an epoch, and within one

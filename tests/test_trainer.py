@@ -4,9 +4,11 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 
 from configs.errors import UserError
-from model.trainer import parse_duration, refuse_time_on_several_devices
+from model.trainer import parse_duration, refuse_time_on_several_devices, skip_empty_hooks
 
 
 @pytest.mark.parametrize(
@@ -31,3 +33,17 @@ def test_several_devices_are_not_bounded_by_time():
         refuse_time_on_several_devices(SimpleNamespace(world_size=2, max_steps=-1, max_epochs=-1))
     refuse_time_on_several_devices(SimpleNamespace(world_size=2, max_steps=10, max_epochs=-1))
     refuse_time_on_several_devices(SimpleNamespace(world_size=1, max_steps=-1, max_epochs=-1))
+
+
+class Counting(Callback):
+    def on_before_optimizer_step(self, trainer, module, optimizer) -> None:
+        """A hook of its class."""
+
+
+def test_hooks_of_a_step_are_taken_away_where_they_are_empty_and_nowhere_else():
+    from_class, from_call = Counting(), LambdaCallback(on_train_batch_end=print)
+    for _ in range(2):  # a callback may be given to a second Trainer
+        skip_empty_hooks(SimpleNamespace(callbacks=[from_class, from_call]))
+    assert from_class.on_before_optimizer_step and from_call.on_train_batch_end is print
+    assert from_class.on_train_batch_end is None and from_call.on_before_optimizer_step is None
+    assert from_class.on_validation_end and Counting().on_train_batch_end
