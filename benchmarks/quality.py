@@ -8,6 +8,7 @@ its bits per byte of the whole validation split; each line is the mean over the 
 """
 
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -72,8 +73,9 @@ def main() -> None:
     rows = [measure("experiment=nanogpt_cpu", ["experiment=nanogpt_cpu"], config.seeds, text)]
     if "refused" in rows[0]:
         raise UserError(rows[0]["refused"])
-    allowed, reached = int(rows[0]["seconds"]), rows[0]["bits_per_byte"]
-    for budget in (f"{allowed}s", f"{allowed // 5}s", f"{allowed // 7}s", *config.budgets):
+    allowed, reached = rows[0]["seconds"], rows[0]["bits_per_byte"]
+    parts = [f"{math.floor(10 * allowed / share) / 10}s" for share in (1, 5, 7)]
+    for budget in (*parts, *config.budgets):
         rows.append(measure(f"budget={budget}", [f"budget={budget}"], config.seeds, text, reached))
     print(json.dumps({"benchmark": "quality", "rows": rows}))
 
