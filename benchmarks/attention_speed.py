@@ -18,6 +18,7 @@ import torch
 from omegaconf import DictConfig
 
 from benchmarks.context_cost import now
+from benchmarks.machine import machine
 from benchmarks.memory_of import measure_memory
 from benchmarks.workload import attention_pass
 from configs.command_line import compose, one_line_errors
@@ -138,7 +139,8 @@ def main(config: DictConfig) -> None:
         key: {length: {name: round(x, 2) for name, x in row.items()} for length, row in rows.items()}
         for key, rows in (("ms", ms), ("extra_mb", mb))
     }
-    print(json.dumps({"benchmark": "attention_speed", "device": c.device, "threads": torch.get_num_threads(),
+    print(json.dumps({"benchmark": "attention_speed", "machine": machine(), "device": c.device,
+                      "threads": torch.get_num_threads(),
                       "window": WINDOW, **rounded,
                       "exponents": {name: round(x, 3) for name, x in exponents.items()},
                       "speedups": {name: round(x, 2) for name, x in ratios.items()}}))  # fmt: skip

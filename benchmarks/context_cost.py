@@ -20,6 +20,7 @@ import torch
 from omegaconf import DictConfig
 
 from benchmarks.growth import Growth, fit_growth, where_equal
+from benchmarks.machine import machine
 from benchmarks.memory_of import measure_memory
 from benchmarks.workload import attention_pass, training_step
 from configs.command_line import compose, one_line_errors
@@ -358,6 +359,7 @@ def as_json(measured: Measured) -> dict:
     names = [name for name in measured.implementations if measured.of(name)]
     return {
         "benchmark": "context_cost",
+        "machine": machine(),
         "device": measured.device,
         "threads": measured.threads,
         "torch": torch.__version__,

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from benchmarks.machine import machine
 from configs.command_line import one_line_errors
 from data.tokenizer import encode
 from model.checkpoint import find_checkpoint, load_checkpoint
@@ -37,7 +38,7 @@ def main() -> None:
     full = full.mean().item()
     print(f"{len(targets):,} tokens, nats per token: {full:.4f} with all of the context, {ours:.4f} as written "
           f"({ours / full - 1:+.2%})")  # fmt: skip
-    print(json.dumps({"benchmark": "context_seen", "tokens": len(targets), "full": round(full, 4),
+    print(json.dumps({"benchmark": "context_seen", "machine": machine(), "tokens": len(targets), "full": round(full, 4),
                       "as_written": round(ours, 4)}))  # fmt: skip
 
 

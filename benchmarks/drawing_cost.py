@@ -19,6 +19,7 @@ import torch
 from lightning.pytorch import Callback
 
 from benchmarks.default_run import prepared_text, snapshots_of, train
+from benchmarks.machine import machine
 from configs.command_line import compose, one_line_errors
 from model.budget import DEFAULT_TIME
 from model.callbacks import Snapshots
@@ -64,7 +65,8 @@ def main() -> None:
           f"median {statistics.median(seconds):.3f} s a validation, the first {seconds[0]:.3f} s")  # fmt: skip
     print(f"{len(seconds)} drawings take {sum(seconds):.2f} s, {share:.2%} of a default run of {default_s:.0f} s; "
           f"promised: at most {PROMISED_SHARE:.0%}")  # fmt: skip
-    print(json.dumps({"benchmark": "drawing_cost", "threads": torch.get_num_threads(), "steps": STEPS,
+    print(json.dumps({"benchmark": "drawing_cost", "machine": machine(),
+                      "threads": torch.get_num_threads(), "steps": STEPS,
                       "run_s": round(run_s, 2), "drawing_s": [round(each, 4) for each in seconds],
                       "share_of_default_run": round(share, 5)}))  # fmt: skip
 

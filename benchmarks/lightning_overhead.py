@@ -21,6 +21,7 @@ from lightning.pytorch import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.default_run import new_network, prepared_text, snapshots_of, train
+from benchmarks.machine import machine
 from configs.command_line import compose, one_line_errors
 from configs.schema import build
 from data.module import TextData
@@ -114,7 +115,11 @@ def main() -> None:
     """Measures both models, and prints one JSON line."""
     print(f"on the CPU, {torch.get_num_threads()} threads")
     results = {model.name: measure(model, sys.argv[1:]) for model in MODELS}
-    print(json.dumps({"benchmark": "lightning_overhead", "threads": torch.get_num_threads(), **results}))
+    print(
+        json.dumps(
+            {"benchmark": "lightning_overhead", "machine": machine(), "threads": torch.get_num_threads(), **results}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.machine import machine
 from model.onednn import has_onednn, onednn_is_faster, onednn_product
 
 TOKENS = 24 * 64  # a batch of the default run
@@ -44,7 +45,8 @@ def main() -> None:
         print(f"{name:14} {theirs:12.2f} {ours:11.2f} {speeds[0]:8.0f}{speeds[1]:8.0f} {theirs / ours:7.2f}")
     chosen = "oneDNN" if onednn_is_faster() else "PyTorch's own"
     print(f"model/linear.py uses {chosen} on this machine")
-    print(json.dumps({"benchmark": "linear_speed", "torch_ms": round(totals[0], 3), "onednn_ms": round(totals[1], 3),
+    print(json.dumps({"benchmark": "linear_speed", "machine": machine(),
+                      "torch_ms": round(totals[0], 3), "onednn_ms": round(totals[1], 3),
                       "ratio": round(totals[0] / totals[1], 3)}))  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from benchmarks.machine import machine
 from configs.command_line import one_line_errors
 from configs.errors import UserError
 
@@ -77,7 +78,7 @@ def main() -> None:
     parts = [f"{math.floor(10 * allowed / share) / 10}s" for share in (1, 5, 7)]
     for budget in (*parts, *config.budgets):
         rows.append(measure(f"budget={budget}", [f"budget={budget}"], config.seeds, text, reached))
-    print(json.dumps({"benchmark": "quality", "rows": rows}))
+    print(json.dumps({"benchmark": "quality", "machine": machine(), "rows": rows}))
 
 
 if __name__ == "__main__":

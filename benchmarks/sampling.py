@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from benchmarks.machine import machine
 from data.config import TokenizerConfig
 from data.tokenizer import build_tokenizer
 from model.cache import Decoder
@@ -165,7 +166,7 @@ def main() -> None:
     greedy = SamplingConfig(max_new_tokens=new, temperature=0)
     print(f"{baby.num_parameters():,} parameters, context {BABY.context_length}, {torch.get_num_threads()} threads; "
           f"median of {ROUNDS} rounds in turn\n")  # fmt: skip
-    result = {"benchmark": "sampling", "threads": torch.get_num_threads()}
+    result = {"benchmark": "sampling", "machine": machine(), "threads": torch.get_num_threads()}
 
     theirs, decoder = hugging_face(baby), Decoder(baby)
     for samples, rounds, aim in ((1, ROUNDS, 0.65), (BATCH, 2, 0.6)):

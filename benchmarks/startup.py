@@ -17,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.machine import machine
+
 ROUNDS = 5
 PROMISED_RATIO = 1.6
 PROJECT = Path(__file__).resolve().parents[1]
@@ -80,7 +82,7 @@ def main() -> None:
         f"the first step is over after {first_step_s:.2f} s, {ratio:.2f} times as long as importing torch and "
         f"lightning takes (medians of {ROUNDS} rounds); promised: at most {PROMISED_RATIO}"
     )
-    print(json.dumps({"benchmark": "startup", "imports_s": round(imports_s, 3),
+    print(json.dumps({"benchmark": "startup", "machine": machine(), "imports_s": round(imports_s, 3),
                       "first_step_s": round(first_step_s, 3), "ratio": round(ratio, 3)}))  # fmt: skip
 
 

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from benchmarks.machine import machine
 from configs.command_line import compose, one_line_errors
 from configs.errors import UserError
 from configs.schema import build
@@ -280,7 +281,7 @@ def main(config: DictConfig) -> None:
                 print(f"{name}: {ours:.2f} ms, Hugging Face {words} {found[f'{side}_ms']:.2f} ms, "
                       f"{found[f'{side}_over_ours']:.2f} times ours; promised: at least {promised}")  # fmt: skip
     rounded = {name: {key: float(f"{value:.4g}") for key, value in found.items()} for name, found in results.items()}
-    print(json.dumps({"benchmark": "training_speed", "threads": torch.get_num_threads(),
+    print(json.dumps({"benchmark": "training_speed", "machine": machine(), "threads": torch.get_num_threads(),
                       "vocab_size": config.vocab_size, **rounded}))  # fmt: skip
 
 

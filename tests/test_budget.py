@@ -120,7 +120,8 @@ def test_a_short_run_validates_less_often_but_never_less_than_asked_for(pick):
 @pytest.mark.parametrize("key", PICKED)
 def test_given_key_stays_also_where_it_is_the_default(pick, key):
     default = OmegaConf.select(compose("train", []), key)
-    for value in ("512" if key == "tokenizer.vocab_size" else default, {"model.dropout": "0.3", "model.bigram_dropout": "0.3"}.get(key, "512")):
+    other = "0.3" if key.endswith("dropout") else "512"
+    for value in ("512" if key == "tokenizer.vocab_size" else default, other):
         overrides = (f"{key}={value}", *(["model.num_heads=4"] if key == "model.d_model" else []))
         if key == "model.num_heads" and value == "512":
             continue
