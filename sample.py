@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
-from configs import collector
 from configs.command_line import compose, one_line_errors, quiet_end, read_prompt
 from configs.errors import UserError
 from configs.schema import build
+from configs.slow_imports import slow_imports
 from model.config import SamplingConfig
 
 if TYPE_CHECKING:  # torch is imported after what can be refused without it
@@ -35,7 +35,7 @@ def main(config: DictConfig) -> None:
     prompt = read_prompt(config)
     refuse_contradictions(config, prompt)
 
-    with collector.imports():
+    with slow_imports():
         from model.checkpoint import find_checkpoint, load_checkpoint
         from model.writing import score_text
 

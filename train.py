@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from configs import collector
 from configs.command_line import run as run_command
 from configs.errors import UserError
 from configs.resume import Resumed, resumed_run
@@ -37,6 +36,7 @@ from configs.run_directory import (
     started_by_lightning,
 )
 from configs.schema import build
+from configs.slow_imports import slow_imports
 from configs.whole_file import written_whole
 from data.config import DataConfig, TokenizerConfig
 from data.corpus import Corpus, find_files
@@ -61,7 +61,7 @@ def main(config: DictConfig) -> None:
     config = resumed.config if resumed else config
     refuse_early(config)
 
-    with collector.imports():
+    with slow_imports():
         from model.allocator import keep_freed_memory
         from model.faults import memory_explained, writing_explained
         from model.keeping import StopOnSignal

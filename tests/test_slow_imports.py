@@ -1,4 +1,4 @@
-"""The garbage collector rests where it would find nothing, and works everywhere else."""
+"""During slow imports the garbage collector rests, where it would find nothing, and Ctrl-C is kept."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ PROJECT = Path(__file__).resolve().parents[1]
 CODE = """
 import atexit, gc
 atexit.register(lambda: print(len(gc.get_objects())))  # runs last: what the end of the process looks through
-from configs import collector
+from configs.slow_imports import slow_imports
 
 collections = []
 gc.callbacks.append(lambda phase, info: collections.append(phase))
@@ -26,7 +26,7 @@ def numbers(around: str) -> list[str]:
 
 
 def test_imports_collect_nothing_and_the_end_of_the_process_looks_at_nothing():
-    during, enabled, works_later, at_the_end = numbers("collector.imports()")
+    during, enabled, works_later, at_the_end = numbers("slow_imports()")
     assert (during, enabled, works_later) == ("0", "True", "True")
     assert int(at_the_end) < 1000
 
@@ -40,12 +40,30 @@ def test_without_it_both_would():
 def test_a_failed_import_leaves_the_collector_on():
     code = """
 import gc
-from configs import collector
+from configs.slow_imports import slow_imports
 try:
-    with collector.imports():
+    with slow_imports():
         raise ImportError
 except ImportError:
     print(gc.isenabled())
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True)
     assert done.stdout.split() == ["True"], done.stderr
+
+
+def test_ctrl_c_that_a_library_swallows_comes_after_the_imports():
+    code = """
+import os, signal
+from configs.slow_imports import slow_imports
+try:
+    with slow_imports():
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            print("goes on")
+        except BaseException:
+            pass
+except KeyboardInterrupt:
+    print("interrupted", signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True)
+    assert done.stdout.split("\n")[:2] == ["goes on", "interrupted True"], done.stderr
