@@ -49,6 +49,7 @@ RECIPES = (
     Recipe(14.0, num_layers=2, d_model=128, vocab_size=2048, bigram_dropout=0.3),
     Recipe(22.0, num_layers=2, d_model=192, vocab_size=2048, bigram_dropout=0.4),
     Recipe(50.0, num_layers=2, d_model=192, vocab_size=2048, bigram_dropout=0.5),
+    Recipe(90.0, num_layers=3, d_model=192, vocab_size=2048, bigram_dropout=0.6),
 )
 HEAD_DIM = 32
 SECONDS_A_VALIDATION = 5.0  # of training at least between two: with its pictures one takes half a second
