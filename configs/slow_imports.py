@@ -31,7 +31,9 @@ def slow_imports() -> Iterator[None]:
 
 @contextmanager
 def _interrupt_afterwards() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # others hear of no signals
+    before = signal.getsignal(signal.SIGINT)
+    # Threads hear of no signals; and where they are ignored, as behind nohup, that stays so.
+    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
         yield
         return
     interrupted = []
@@ -40,7 +42,7 @@ def _interrupt_afterwards() -> Iterator[None]:
         interrupted.append(number)
         signal.signal(signal.SIGINT, before)
 
-    before = signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:

@@ -36,6 +36,11 @@ class GPTLightning(pl.LightningModule):
         self.last_loss = torch.tensor(math.nan)
         self._unchecked: tuple[int, Tensor] | None = None
 
+    def __setattr__(self, name: str, value: object) -> None:
+        """Sets an attribute. Lightning notes some forty times a step which hook it is in; nn.Module is slow at that."""
+        plain = name == "_current_fx_name"
+        object.__setattr__(self, name, value) if plain else super().__setattr__(name, value)
+
     # Training
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

@@ -55,6 +55,7 @@ def test_ctrl_c_that_a_library_swallows_comes_after_the_imports():
     code = """
 import os, signal
 from configs.slow_imports import slow_imports
+signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
     with slow_imports():
         try:
@@ -67,3 +68,16 @@ except KeyboardInterrupt:
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True)
     assert done.stdout.split("\n")[:2] == ["goes on", "interrupted True"], done.stderr
+
+
+def test_where_ctrl_c_is_ignored_it_stays_ignored():
+    code = """
+import os, signal
+from configs.slow_imports import slow_imports
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+with slow_imports():
+    os.kill(os.getpid(), signal.SIGINT)
+print("goes on", signal.getsignal(signal.SIGINT) is signal.SIG_IGN)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True)
+    assert done.stdout == "goes on True\n", done.stderr

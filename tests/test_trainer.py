@@ -6,9 +6,17 @@ from types import SimpleNamespace
 import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.profilers import SimpleProfiler
 
 from configs.errors import UserError
-from model.trainer import parse_duration, refuse_time_on_several_devices, skip_empty_hooks
+from model.trainer import (
+    NoProfiler,
+    build_trainer,
+    parse_duration,
+    refuse_time_on_several_devices,
+    resolve,
+    skip_empty_hooks,
+)
 
 
 @pytest.mark.parametrize(
@@ -47,3 +55,10 @@ def test_hooks_of_a_step_are_taken_away_where_they_are_empty_and_nowhere_else():
     assert from_class.on_before_optimizer_step and from_call.on_train_batch_end is print
     assert from_class.on_train_batch_end is None and from_call.on_before_optimizer_step is None
     assert from_class.on_validation_end and Counting().on_train_batch_end
+
+
+@pytest.mark.parametrize(("wanted", "kind"), [(None, NoProfiler), ("simple", SimpleProfiler)])
+def test_a_profiler_that_is_asked_for_is_there(tmp_path, wanted, kind):
+    options = resolve({"max_steps": 1, "accelerator": "cpu", "profiler": wanted})
+    trainer = build_trainer(options, 1, 1, [], default_root_dir=tmp_path, logger=False, enable_checkpointing=False)
+    assert type(trainer.profiler) is kind
