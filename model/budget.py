@@ -28,7 +28,7 @@ from model.optimizer import build_optimizer
 from model.trainer import bounds, parse_duration
 
 DEFAULT_TIME = timedelta(seconds=90)
-END_S = 1.0  # after the last validation: saving, a sample, the end of the process
+END_S = 1.2  # after the last validation: saving, a sample, the end of the process
 
 
 @dataclass(frozen=True)
