@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
 from model.dropout import dropout_factors
@@ -77,12 +77,12 @@ def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 # The same for torch.compile, which sends products to MKL unless it is told to leave them alone.
-@torch.library.custom_op("tiny_gpt::onednn_product", mutates_args=())
+@library.custom_op("tiny_gpt::onednn_product", mutates_args=())
 def _compiled_product(x: Tensor, weight: Tensor) -> Tensor:
     return raw_onednn_product(x, weight)
 
 
-@torch.library.custom_op("tiny_gpt::onednn_gradients", mutates_args=())
+@library.custom_op("tiny_gpt::onednn_gradients", mutates_args=())
 def _compiled_gradients(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return raw_onednn_product(grad, weight.t()), _weight_gradient(grad, x)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import library
 
 import model.onednn
 import model.optimizer
@@ -72,10 +73,8 @@ def test_compiled_it_is_one_graph_with_the_same_output_and_gradients(onednn):
 
 def test_what_the_compiler_is_told_of_it_is_true(onednn):
     x, weight = torch.randn(3, 5, 16, requires_grad=True), torch.randn(24, 16, requires_grad=True)
-    torch.library.opcheck(torch.ops.tiny_gpt.onednn_product.default, (x, weight))
-    torch.library.opcheck(
-        torch.ops.tiny_gpt.onednn_gradients.default, (torch.randn(3, 5, 24), x.detach(), weight.detach())
-    )
+    library.opcheck(torch.ops.tiny_gpt.onednn_product.default, (x, weight))
+    library.opcheck(torch.ops.tiny_gpt.onednn_gradients.default, (torch.randn(3, 5, 24), x.detach(), weight.detach()))
 
 
 def test_other_precisions_go_pytorchs_way(onednn):
