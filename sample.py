@@ -75,7 +75,7 @@ def write_samples(checkpoint: Checkpoint, prompt: str, config: SamplingConfig, a
     if num_tokens > context:
         print(f"the prompt has {num_tokens} tokens; the model sees the last {context}", file=sys.stderr)
     begun = None
-    for sample, piece in write(checkpoint, prompt, config, first):
+    for sample, piece in write(checkpoint, prompt, config, first, logprobs=as_json):
         if as_json:
             if sample.finish:
                 print(json.dumps({"prompt": prompt} | asdict(sample), ensure_ascii=False), flush=True)

@@ -35,7 +35,7 @@ from model.checkpoint import NETWORK_PREFIX, gpt_entry
 from model.config import GPTConfig, SamplingConfig
 from model.generation import generate_batch
 from model.gpt import GPT
-from model.linear import Linear, packed
+from model.linear import Linear, packed, small_matrix
 from model.onednn import has_onednn, onednn_is_faster, onednn_product
 from model.writing import TextStream
 
@@ -53,8 +53,9 @@ def products(network: GPT, samples: int) -> dict[str, Callable[[], None]]:
     if has_onednn():
         ways["oneDNN"] = [partial(onednn_product, weight=layer.weight) for layer in layers]
     if onednn_is_faster():
-        ways["oneDNN, laid out"] = [packed(layer) for layer in layers]
-    columns = [torch.randn(samples, 1, layer.in_features) for layer in layers]
+        ways["oneDNN, laid out"] = [packed(layer, small_matrix(network)) for layer in layers]
+    shape = [samples] if samples > 1 else []  # a single token's vector has one dimension, as in the decoder
+    columns = [torch.randn(*shape, layer.in_features) for layer in layers]
 
     def once(way: list[Callable]) -> None:
         for _ in range(20):
@@ -75,8 +76,7 @@ def stream(decoder: Decoder, config: SamplingConfig) -> None:
     tokenizer = build_tokenizer(TokenizerConfig(kind="byte"), None, Path())
     with open(os.devnull, "w", encoding="utf-8") as out:
         text = TextStream(tokenizer, ["\n\n\n"])
-        for ids, logprobs in generate_batch(decoder, [0], config, range(1)):
-            logprobs.tolist()
+        for ids, _ in generate_batch(decoder, [0], config, range(1)):
             print(text.push(ids.tolist()[0]), end="", file=out, flush=True)
 
 

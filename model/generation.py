@@ -31,8 +31,8 @@ def generate_batch(
         samples: which samples these are, B of them.
 
     Yields:
-        max_new_tokens times, as soon as they are drawn: the next ids (B,), int64, and the natural logarithms of
-        their probabilities (B,), float32, as the model gives them, before temperature and filters.
+        max_new_tokens times, as soon as they are drawn: the next ids (B,), int64, and the logits (B, vocab_size),
+        float32, as the model gives them, before temperature and filters.
     """
     logits = decoder.prefill(torch.tensor([prompt[-decoder.context_length :]], device=decoder.device))
     decoder.expand(len(samples))
@@ -40,18 +40,26 @@ def generate_batch(
     generators = [torch.Generator().manual_seed(config.seed * 1_000_003 + index) for index in samples]
     noise = torch.empty(len(samples), decoder.vocab_size)  # drawn on the CPU: every device writes the same
     rows = noise.unbind()
+    seen = None
     for left in reversed(range(config.max_new_tokens)):
         logits = logits.float()
         if config.temperature > 0:
             for row, generator in zip(rows, generators, strict=True):
                 row.exponential_(generator=generator)
-        ids = draw(logits, config, noise, decoder.seen)  # (B,)
-        yield ids, logits.log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1)
+        if config.repetition_penalty != 1:
+            seen = decoder.seen
+        ids = draw(logits, config, noise, seen)  # (B,)
+        yield ids, logits
         if left:
             logits = decoder.step(ids)
 
 
-def draw(logits: Tensor, config: SamplingConfig, noise: Tensor, seen: Tensor) -> Tensor:
+def log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
+    """Natural logarithms of the probabilities that logits (B, vocab_size) give to ids (B,) -> (B,)."""
+    return logits.log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1)
+
+
+def draw(logits: Tensor, config: SamplingConfig, noise: Tensor, seen: Tensor | None) -> Tensor:
     """Token ids (B,) from logits (B, vocab_size).
 
     Args:

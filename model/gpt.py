@@ -29,7 +29,7 @@ def build_norm(config: GPTConfig) -> nn.Module:
 
 
 class BigramEmbedding(nn.Embedding):
-    """A vector for each token together with the one before it, looked up by hash: (B, T) ids -> (B, T, C).
+    """A vector for each token together with the one before it, looked up by hash.
 
     Gives the first block at once what an attention head would first have to learn: to look one token back.
     Rows shared by hash: Svenstrup et al. 2017, arXiv:1709.03933.
@@ -39,15 +39,16 @@ class BigramEmbedding(nn.Embedding):
         super().__init__(rows, d_model)
         self.dropout = dropout
 
-    def forward(self, ids: Tensor, start: int = 0) -> Tensor:
-        """Vectors of the tokens from place `start` on. The first token of a window is paired with none.
+    def forward(self, ids: Tensor, before: Tensor | None = None) -> Tensor:
+        """Vectors for ids (B, T), the first of which is paired with none; or for ids (B,) after those `before`, (B,).
 
-        Args:
-            ids: (B, start + T).
+        Returns:
+            (B, T, C) or (B, C).
         """
-        before = ids[:, start - 1 : -1] if start else F.pad(ids[:, :-1], (1, 0), value=-1)  # (B, T)
+        if before is None:
+            before = F.pad(ids[:, :-1], (1, 0), value=-1)  # (B, T)
         # Odd factors, so that each of the two alone reaches every row of a table of 2^n.
-        vectors = super().forward((before * 40_503 ^ ids[:, start:] * 30_011) % self.num_embeddings)  # (B, T, C)
+        vectors = super().forward((before * 40_503 ^ ids * 30_011) % self.num_embeddings)  # (..., C)
         return F.dropout1d(vectors, self.dropout, self.training)  # drops whole vectors
 
 
@@ -175,24 +176,27 @@ class GPT(nn.Module):
             x = block(x, rope)
         return x
 
-    def embed(self, ids: Tensor, start: int = 0) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """The stream entering the first block, of the tokens from place `start` on; those before are there to look at.
+    def embed(
+        self, ids: Tensor, place: int | None = None, before: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """The stream entering the first block.
 
         Args:
-            ids: (B, start + T) token ids.
+            ids: token ids, (B, T): a context from its beginning. Or (B,): one token each, at `place` in it.
+            before: for (B,) the token before each.
 
         Returns:
-            (B, T, C), and RoPE's tables (T, D) each if it has them.
+            (B, T, C) or (B, C), and RoPE's tables, (T, D) or (D,) each, if it has them.
         """
-        end = ids.size(1)
-        x = self.token_embedding(ids[:, start:])  # (B, T, C)
+        places = slice(ids.size(1)) if place is None else place
+        x = self.token_embedding(ids)  # (B, T, C), here and below or (B, C)
         if self.bigram_embedding is not None:
-            x = x + self.bigram_embedding(ids, start)
+            x = x + self.bigram_embedding(ids, before)
         if self.config.positions == "learned":
-            x = x + self.position_embedding.weight[start:end]
+            x = x + self.position_embedding.weight[places]
             rope = None
         else:
-            rope = self.rope_cos[start:end], self.rope_sin[start:end]
+            rope = self.rope_cos[places], self.rope_sin[places]
         return self.dropout(self.embedding_norm(x)), rope
 
     def logits(self, x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.bfloat16 import bfloat16_product, made_in_bfloat16
+from model.norm import RMSNorm
 from model.onednn import goes_through_onednn, onednn_product, pack, packed_product
 
 
@@ -31,24 +32,36 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y if bias is None else y + bias
 
 
-# One token through a matrix of at most so many numbers is faster in PyTorch's own product: oneDNN takes 10 us to start.
-SMALL = 1 << 17
+# One vector through a matrix of at most so many numbers is faster in PyTorch's own product, since oneDNN takes 10 us to
+# start: if all matrices of the network fit into the processor's cache, and if they come from memory each time.
+SMALL, SMALL_FROM_MEMORY = 3 << 17, 1 << 17
+CACHE = 1 << 23  # numbers: 32 MB
 
 
-def packed(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
-    """The layer as a function without gradients, its matrix copied into the layout that oneDNN reads fastest."""
+def packed(linear: nn.Linear, small: int) -> Callable[[Tensor], Tensor]:
+    """The layer as a function without gradients, its matrix copied into the layout that oneDNN reads fastest.
+
+    Args:
+        small: up to so many numbers, a single vector (in_features,) goes through PyTorch's own product.
+    """
     weight, bias, layout = linear.weight.detach(), linear.bias, pack(linear.weight)
-    small = weight.numel() <= SMALL
-    if small:
-        weight = weight.t().contiguous().t()  # the same, but columns lie in one piece: a sixth faster
+    if weight.numel() > small:
+        return lambda x: packed_product(x, layout, bias)
+    columns = weight.t().contiguous().t()  # the same, but columns lie in one piece: a sixth faster
 
     def product(x: Tensor) -> Tensor:
         """x W^T + b: (..., in_features) -> (..., out_features)."""
-        if small and x.numel() == x.size(-1):
-            return F.linear(x, weight, bias)
-        return packed_product(x, layout, bias)
+        if x.ndim > 1:
+            return packed_product(x, layout, bias)
+        return torch.mv(columns, x) if bias is None else torch.addmv(bias, columns, x)
 
     return product
+
+
+def small_matrix(network: nn.Module) -> int:
+    """Numbers in a matrix up to which `packed` should call it small, in this network."""
+    numbers = sum(layer.weight.numel() for layer in network.modules() if isinstance(layer, Linear))
+    return SMALL if numbers <= CACHE else SMALL_FROM_MEMORY
 
 
 @torch.no_grad()
@@ -60,27 +73,31 @@ def inference_copy(network: nn.Module) -> nn.Module:
     """
     shared = {id(tensor): tensor for tensor in (*network.parameters(), *network.buffers())}
     network = copy.deepcopy(network, shared).eval()
+    small = small_matrix(network)
     for parent in list(network.modules()):
         for name, layer in list(parent.named_children()):
-            function = plain_function(layer)
+            function = plain_function(layer, small)
             if function is not None:
                 delattr(parent, name)  # a module's place takes no plain function
                 setattr(parent, name, function)
     return network
 
 
-def plain_function(layer: nn.Module) -> Callable[[Tensor], Tensor] | None:
+def plain_function(layer: nn.Module, small: int) -> Callable[[Tensor], Tensor] | None:
     """What a layer computes in evaluation mode, as a function. None for a module made of others."""
     if isinstance(layer, Linear):
         if goes_through_onednn(layer.weight, layer.weight):
-            return packed(layer)
+            return packed(layer, small)
         return partial(F.linear, weight=layer.weight, bias=layer.bias)
     if isinstance(layer, nn.LayerNorm):
         shape, weight, bias, eps = layer.normalized_shape, layer.weight, layer.bias, layer.eps
         return lambda x: torch.layer_norm(x, shape, weight, bias, eps)
-    if isinstance(layer, nn.RMSNorm):
-        shape, weight, eps = layer.normalized_shape, layer.weight, layer.eps
-        return lambda x: torch.rms_norm(x, shape, weight, eps)
+    if isinstance(layer, RMSNorm):
+        return layer.forward
     if isinstance(layer, nn.Dropout | nn.Identity):
         return lambda x: x
+    if type(layer) is nn.Embedding:
+        look_up = partial(torch.embedding, layer.weight)
+        look_up.weight = layer.weight  # of positions GPT reads a row
+        return look_up
     return None

@@ -20,14 +20,18 @@ def rms_norm(x: Tensor, eps: float) -> Tensor:
     in_full = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
     if not in_full or torch.compiler.is_compiling():
         return F.rms_norm(x, x.shape[-1:], eps=eps)
-    return _RMSNorm.apply(x, eps)
+    return _RMSNorm.apply(x, eps) if torch.is_grad_enabled() else x * _scale(x, eps)
+
+
+def _scale(x: Tensor, eps: float) -> Tensor:
+    mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.size(-1))  # (..., 1)
+    return mean_square.add_(eps).rsqrt_()
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, eps: float) -> Tensor:
-        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.size(-1))  # (..., 1)
-        scale = mean_square.add_(eps).rsqrt_()
+        scale = _scale(x, eps)
         y = x * scale
         ctx.save_for_backward(y, scale)
         return y

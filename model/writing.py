@@ -12,7 +12,7 @@ from data.tokenizer import StreamDecoder, encode
 from model.cache import Decoder
 from model.checkpoint import Checkpoint
 from model.config import SamplingConfig
-from model.generation import generate_batch, score
+from model.generation import generate_batch, log_probabilities, score
 
 SAMPLES_AT_ONCE = 64  # more hold more memory and are hardly faster, each
 
@@ -28,16 +28,19 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     """Every token drawn, those of a stop text too."""
     logprobs: list[float] = field(default_factory=list)
-    """The model's natural logarithm of each token's probability, before temperature and filters."""
+    """The model's natural logarithm of each token's probability, before temperature and filters; if asked for."""
     finish: str | None = None
     """Why it ended: "stop" or "length" (max_new_tokens). None: it has not."""
 
 
-def write(checkpoint: Checkpoint, prompt: str, config: SamplingConfig, first: int = 0) -> Iterator[tuple[Sample, str]]:
+def write(
+    checkpoint: Checkpoint, prompt: str, config: SamplingConfig, first: int = 0, logprobs: bool = False
+) -> Iterator[tuple[Sample, str]]:
     """Continues a prompt config.num_samples times, SAMPLES_AT_ONCE together.
 
     Args:
         first: index of the first sample.
+        logprobs: whether to find each token's probability.
 
     Yields:
         A sample and the piece of text just added to it: the first sample of those written together piece by
@@ -49,13 +52,14 @@ def write(checkpoint: Checkpoint, prompt: str, config: SamplingConfig, first: in
         together = range(begin, min(begin + SAMPLES_AT_ONCE, end))
         samples = [Sample(index) for index in together]
         streams = [TextStream(checkpoint.tokenizer, config.stops) for _ in together]
-        for step, (new_ids, new_logprobs) in enumerate(generate_batch(decoder, ids, config, together), 1):
-            drawn = zip(samples, streams, new_ids.tolist(), new_logprobs.tolist(), strict=True)
-            for sample, stream, token, logprob in drawn:
+        for step, (new_ids, logits) in enumerate(generate_batch(decoder, ids, config, together), 1):
+            found = log_probabilities(logits, new_ids).tolist() if logprobs else [None] * len(samples)
+            for sample, stream, token, logprob in zip(samples, streams, new_ids.tolist(), found, strict=True):
                 if sample.finish is not None:
                     continue
                 sample.tokens.append(token)
-                sample.logprobs.append(logprob)
+                if logprobs:
+                    sample.logprobs.append(logprob)
                 piece = stream.push(token)
                 if step == config.max_new_tokens and not stream.stopped:
                     piece += stream.flush()

@@ -20,7 +20,7 @@ from data.config import TokenizerConfig
 from data.tokenizer import build_tokenizer
 from model.cache import Decoder, dropped_when_full
 from model.config import GPTConfig, SamplingConfig
-from model.generation import generate, generate_batch, probabilities, score
+from model.generation import generate, generate_batch, log_probabilities, probabilities, score
 from model.gpt import GPT
 from model.writing import TextStream
 
@@ -30,9 +30,11 @@ FAMILIES = {
     "gpt2": {},
     "llama": LLAMA,
     "nanochat": NANOCHAT | {"logit_soft_cap": 15.0},
+    "tiny": NANOCHAT | {"bigram_rows": 64},
     "grouped": LLAMA | {"num_kv_heads": 2},
     "one_kv_head": {"num_kv_heads": 1},
     "windowed": NANOCHAT | {"attention_window": 7},
+    "wider_window": LLAMA | {"attention_window": 40},
     "windowed_and_full": LLAMA | {"attention_window": 7, "attention_pattern": "LF", "num_kv_heads": 2},
     "window_of_one": {"attention_window": 1},
     "window_beyond_the_context": {"attention_window": 1000},
@@ -92,14 +94,16 @@ def test_past_the_context_what_is_seen_is_what_the_page_says(family, context_len
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_of_a_step_are_those_of_a_full_pass(family):
-    gpt = network(16, **FAMILIES[family])
-    ids = torch.randint(50, (3, 40))
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize(("context_length", "end"), [(16, 40), (70, 150)])
+def test_logits_of_a_step_are_those_of_a_full_pass(family, sequences, context_length, end):
+    gpt = network(context_length, **FAMILIES[family])
+    ids = torch.randint(50, (sequences, end))
     with torch.inference_mode():
         decoder = Decoder(gpt)
         logits = decoder.prefill(ids[:, :5])
-        for length in range(5, 40):
-            seen = torch.stack([torch.tensor(in_view(row[:length].tolist(), 16)) for row in ids])
+        for length in range(5, end):
+            seen = torch.stack([torch.tensor(in_view(row[:length].tolist(), context_length)) for row in ids])
             assert_close(logits, gpt(seen)[:, -1], atol=3e-5, rtol=1e-5)
             logits = decoder.step(ids[:, length])
 
@@ -128,11 +132,11 @@ def test_cache_keeps_its_place_in_memory():
     with torch.inference_mode():
         decoder = Decoder(gpt)
         decoder.prefill(torch.tensor([[1, 2]]))
-        places = [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in decoder.layers]
+        places = [(layer.kept.keys.data_ptr(), layer.kept.values.data_ptr()) for layer in decoder.layers]
         for _ in range(50):
             decoder.step(torch.tensor([3]))
-        assert [layer.keys.size(2) for layer in decoder.layers] == [5, 16]
-        assert places == [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in decoder.layers]
+        assert [layer.kept.keys.size(2) for layer in decoder.layers] == [5, 16]
+        assert places == [(layer.kept.keys.data_ptr(), layer.kept.values.data_ptr()) for layer in decoder.layers]
 
 
 def test_writing_leaves_the_network_as_it_was():
@@ -229,8 +233,8 @@ def test_penalty_counts_only_what_is_in_view():
 def test_text_scores_as_it_was_written(family):
     gpt = network(16, **FAMILIES[family])
     config = SamplingConfig(max_new_tokens=75, temperature=1.0)
-    ids, logprobs = zip(*generate_batch(Decoder(gpt), [4], config, range(1)), strict=True)
-    assert_close(score(gpt, torch.cat([torch.tensor([4]), *ids])), torch.cat(logprobs))
+    ids, logits = (torch.cat(each) for each in zip(*generate_batch(Decoder(gpt), [4], config, range(1)), strict=True))
+    assert_close(score(gpt, torch.cat([torch.tensor([4]), ids])), log_probabilities(logits, ids))
 
 
 @pytest.mark.parametrize("length", [2, 3, 16, 17, 18, 24, 25, 33, 100])
