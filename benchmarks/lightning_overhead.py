@@ -8,6 +8,7 @@ the default callbacks and logging on. They take turns, a round each, and every r
 Times are of the steps alone, on the CPU: no validation, no start-up. The last line is JSON.
 """
 
+import gc
 import json
 import statistics
 import sys
@@ -113,6 +114,7 @@ def measure(model: Model, overrides: list[str]) -> dict[str, float]:
 
 def main() -> None:
     """Measures both models, and prints one JSON line."""
+    gc.freeze()  # as train.py does after its imports: configs/slow_imports.py
     print(f"on the CPU, {torch.get_num_threads()} threads")
     results = {model.name: measure(model, sys.argv[1:]) for model in MODELS}
     print(

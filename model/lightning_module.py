@@ -1,5 +1,6 @@
 """What Lightning needs to know to train a GPT: the loss, the validation, the optimiser and its schedule."""
 
+import inspect
 import math
 import random
 
@@ -42,6 +43,15 @@ class GPTLightning(pl.LightningModule):
         object.__setattr__(self, name, value) if plain else super().__setattr__(name, value)
 
     # Training
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        """Learning rates follow the share of the run that is over.
+
+        Set here, not by a scheduler: that asks for each group anew, in further hooks of Lightning's, at every step.
+        """
+        factor = lr_factor(run_progress(self.trainer), self.optimizer_config)
+        for group, peak in zip(self.trainer.optimizers[0].param_groups, self.peak_lrs, strict=True):
+            group["lr"] = peak * factor
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """batch (B, T + 1) of token ids -> mean loss in nats per token."""
@@ -133,24 +143,27 @@ class GPTLightning(pl.LightningModule):
         if run_progress(self.trainer) >= 1:
             self.trainer.should_stop = True
 
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Learning rates follow the share of the run that is over.
-
-        Set here, not by a scheduler: that asks for each group anew, in further hooks of Lightning's, at every step.
-        """
-        factor = lr_factor(run_progress(self.trainer), self.optimizer_config)
-        for group, peak in zip(optimizer.param_groups, self.peak_lrs, strict=True):
-            group["lr"] = peak * factor
-
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer, optimizer_closure=None) -> None:
         """The step, and then the gradients go: Lightning would hold their memory until the next backward pass."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         optimizer.zero_grad()
 
+    def optimizer_zero_grad(self, *args) -> None:
+        """Lightning's place for what `optimizer_step` has done."""
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
+        """Clips if `trainer.gradient_clip_val` says so: Lightning goes a longer way to find that it does not."""
+        if gradient_clip_val:
+            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         """Adds all it takes to sample. Raises UserError where the weights are no numbers."""
         refuse_non_finite_weights(self)
         checkpoint["gpt"] = gpt_entry(self.network.config, self.tokenizer, self.global_step, self.validation)
+
+
+# Lightning looks at the parameters of this method in every step, which takes longer than many an operator.
+GPTLightning.training_step.__signature__ = inspect.signature(GPTLightning.training_step)
 
 
 def diverged(what: str, value: float | str, step: int | str) -> UserError:

@@ -428,12 +428,10 @@ def test_clock_that_goes_backwards_changes_nothing(call, tiny, tmp_path, events)
 
 def poisoned(monkeypatch, step, value, name):
     """From now on one number in the gradient of that weight is `value` at that step."""
-    before_step = GPTLightning.on_before_optimizer_step
 
     def spoilt(self, optimizer):
         if self.global_step == step:
             self.network.get_parameter(name).grad[3, 4] = value
-        return before_step(self, optimizer)
 
     monkeypatch.setattr(GPTLightning, "on_before_optimizer_step", spoilt)
 
