@@ -1,9 +1,9 @@
 """A network that writes: what it computed of earlier tokens is kept, so that a new one costs one token's work.
 
-    prefill    all tokens of a prompt in one pass; their keys and values fill the cache
-    step       one token a sequence: its query looks at the cache, to which its own key and value are added
+    prefill    all tokens of a prompt in one pass; their keys and values are kept (model/kept.py)
+    step       one token a sequence: its key and value are added, and its query looks at all that are kept
 
-A layer with a window keeps keys and values of that many tokens, the newest in the place of the oldest.
+A layer with a window keeps those of that many tokens, the newest in the place of the oldest.
 
 A context that is full is halved: its newest half goes through the network once more, as a prompt would, and from
 there it fills up again. So the model always sees at least half of its context, and what it sees it sees as in
@@ -114,7 +114,7 @@ class Decoder:
         """Starts anew with ids (B, T), T from 1 to context_length -> logits (B, vocab_size)."""
         if self.ids.size(0) != ids.size(0):
             self.hold(ids.new_empty(ids.size(0), self.context_length))
-        if ids.size(1) == 1:
+        if ids.size(1) == 1:  # a step into an empty context: the same, in fewer operators
             self.length = 0
             return self.step(ids.select(1, 0))
         self.length = ids.size(1)
