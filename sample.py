@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
-from configs.command_line import compose, one_line_errors, quiet_end, read_prompt
+from configs.command_line import compose, one_line_errors, quiet_end, read_prompt, refuse_other_endings
 from configs.errors import UserError
 from configs.schema import build
 from configs.slow_imports import slow_imports
@@ -61,8 +61,7 @@ def refuse_contradictions(config: DictConfig, prompt: str) -> None:
         raise UserError("mode=interactive reads prompts line by line. Leave prompt and prompt_file out.")
     if config.export is not None and (prompt or config.mode != "write"):
         raise UserError("export only keeps the network. Leave prompt, prompt_file and mode out.")
-    if config.export is not None and not config.export.endswith(".safetensors"):
-        raise UserError(f"export is {config.export!r}, but must end in .safetensors.")
+    refuse_other_endings(config, {"export": ".safetensors"})
     if config.mode == "score" and not prompt:
         raise UserError('There is no text to score. Give one: prompt="To be, or not", or prompt_file=poem.txt')
 

@@ -11,8 +11,6 @@ import logging
 import math
 import platform
 import shlex
-import shutil
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -28,12 +26,16 @@ from configs.errors import UserError
 from configs.resume import Resumed, resumed_run
 from configs.run_directory import (
     claimed,
+    given_keys,
     job_start,
     log_to,
     new_run_dir,
     removed_if_refused,
     save_config,
+    shown,
     started_by_lightning,
+    tensorboard_command,
+    this_python,
 )
 from configs.schema import build
 from configs.slow_imports import slow_imports
@@ -87,7 +89,10 @@ def refuse_early(config: DictConfig) -> None:
     """Raises UserError for what can be refused without the text, and without the slow imports."""
     build(OptimizerConfig, config.optimizer)
     data_config = build(DataConfig, config.data)
-    build(TokenizerConfig, config.tokenizer)
+    tokenizer = build(TokenizerConfig, config.tokenizer)
+    size = tokenizer.vocab_size
+    if tokenizer.kind == "byte" and size not in (None, 256) and "tokenizer.vocab_size" in given_keys():
+        raise UserError(f"tokenizer.vocab_size is {size}, but tokenizer=byte has 256 tokens. Leave it out.")
     if not OmegaConf.is_missing(config.model, "vocab_size"):
         raise UserError("model.vocab_size comes from the tokenizer. Set tokenizer.vocab_size in its place.")
     refuse_beyond_memory(build(GPTConfig, config.model, vocab_size=1))
@@ -205,8 +210,7 @@ def figures(run: Run, trainer: Trainer, best: Checkpoint, run_dir: Path) -> dict
 
 def conclusion(summary: dict[str, Any], text: str, run_dir: Path) -> str:
     """The last lines of a run: its figures, a little of what the best checkpoint writes, and what to do with it."""
-    python, place = this_python(), shlex.quote(str(shown(run_dir)))
-    all_runs = shlex.quote(str(shown(run_dir.parent)))
+    place = shlex.quote(str(shown(run_dir)))
     lines = [line for line in text.split("\n") if line.strip()]
     return (
         f"\nbest checkpoint, step {summary['best_step']:,} of {summary['steps']:,}: validation "
@@ -214,24 +218,14 @@ def conclusion(summary: dict[str, Any], text: str, run_dir: Path) -> str:
         f"{summary['seconds']:.0f} seconds in all, {summary['tokens_per_second']:,.0f} tokens per second in training\n"
         f"run directory: {shown(run_dir)}\n\n"
         + "\n".join(f"    {line}" for line in lines[:5])
-        + f"\n\nlet it write more:       {python} sample.py checkpoint={place} prompt='To be, or not'\n"
-        f"curves and attention:    {python} -m tensorboard.main --logdir {all_runs} --samples_per_plugin images=100"
+        + f"\n\nlet it write more:       {this_python()} sample.py checkpoint={place} prompt='To be, or not'\n"
+        f"curves and attention:    {tensorboard_command(run_dir.parent)}"
     )
 
 
 def resume_command(run_dir: Path) -> str:
     """What goes on with the run."""
     return f"{this_python()} train.py resume={shlex.quote(str(shown(run_dir)))}"
-
-
-def this_python() -> str:
-    """The command that starts the Python running now, as one would type it here."""
-    return "python" if shutil.which("python") == sys.executable else shlex.quote(str(shown(Path(sys.executable))))
-
-
-def shown(path: Path) -> Path:
-    """The path as one would type it here."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 if __name__ == "__main__":

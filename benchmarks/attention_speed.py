@@ -18,7 +18,7 @@ import torch
 from omegaconf import DictConfig
 
 from benchmarks.context_cost import now
-from benchmarks.machine import machine
+from benchmarks.machine import counted, machine
 from benchmarks.memory_of import measure_memory
 from benchmarks.workload import attention_pass
 from configs.command_line import compose, one_line_errors
@@ -116,7 +116,7 @@ def main(config: DictConfig) -> None:
     c = comparison_on(pick_device(config.device), tokens)
     on_cuda, width = c.device.startswith("cuda"), 12 * len(c.names) + 2
     print(f"forward and backward of {tokens:,} tokens, {SHAPE.num_heads} heads of {SHAPE.head_dim}, window {WINDOW}; "
-          f"{str(c.dtype).removeprefix('torch.')} on {c.device}, {torch.get_num_threads()} threads; "
+          f"{str(c.dtype).removeprefix('torch.')} on {c.device}, {counted(torch.get_num_threads(), 'thread')}; "
           f"median of {ROUNDS} in turn\n")  # fmt: skip
     print(f"{'':>8} {'milliseconds':^{width - 2}}   {'MB beside the inputs':^{width - 2}}".rstrip())
     print((f"{'context':>8}" + 2 * ("".join(f" {name.replace('_', ' '):>11}" for name in c.names) + "  ")).rstrip())
@@ -127,7 +127,9 @@ def main(config: DictConfig) -> None:
         columns = ("".join(f" {row[n]:11,.1f}" if n in row else f" {'skipped':>11}" for n in c.names)
                    for row in (ms[length], mb[length]))  # fmt: skip
         print(f"{length:8,}" + "  ".join(columns), flush=True)
-    print(f"(skipped: more than {MEMORY_BUDGET_MB:,} MB)\n")
+    if any(set(row) < set(c.names) for row in ms.values()):
+        print(f"(skipped: more than {MEMORY_BUDGET_MB:,} MB)")
+    print()
 
     exponents = {name: exponent(c, ms, name) for name in c.names if sum(name in row for row in ms.values()) > 1}
     for name, power in exponents.items():

@@ -20,10 +20,10 @@ import torch
 from omegaconf import DictConfig
 
 from benchmarks.growth import Growth, fit_growth, where_equal
-from benchmarks.machine import machine
+from benchmarks.machine import counted, machine
 from benchmarks.memory_of import measure_memory
 from benchmarks.workload import attention_pass, training_step
-from configs.command_line import compose, one_line_errors
+from configs.command_line import compose, one_line_errors, refuse_other_endings
 from configs.errors import UserError
 from configs.schema import build
 from model.config import GPTConfig, OptimizerConfig
@@ -117,6 +117,7 @@ def main(config: DictConfig) -> None:
     lengths = sorted(set(config.lengths))
     if not lengths or lengths[0] < 16:
         raise UserError(f"lengths is {list(config.lengths)}, but must list context lengths of at least 16.")
+    refuse_other_endings(config, {"png": ".png"})
     if config.png is not None and not Path(config.png).absolute().parent.is_dir():  # before minutes of measuring
         raise UserError(f"png is {config.png}, but there is no such directory. Give another file.")
     network_config = build(GPTConfig, config.model, attention_pattern="L")  # windowed: every layer is
@@ -127,9 +128,10 @@ def main(config: DictConfig) -> None:
     c, threads = network_config, torch.get_num_threads()
     measured = Measured(c, device, threads, matmul_gflops_per_second(device))
     print(
-        f"{c.num_layers} layers, {c.num_heads} heads of {c.head_dim}, width {c.d_model}, vocabulary {c.vocab_size:,}; "
+        f"{counted(c.num_layers, 'layer')}, {counted(c.num_heads, 'head')} of {c.head_dim}, width {c.d_model}, "
+        f"vocabulary {c.vocab_size:,}; "
         f"{config.tokens_per_batch:,} tokens a batch\n"
-        f"on {device}, {threads} threads; a large float32 matrix product runs at "
+        f"on {device}, {counted(threads, 'thread')}; a large float32 matrix product runs at "
         f"{measured.matmul_gflops_per_second:,.0f} GFLOP/s\n"
     )
     measure(measured, optimizer_config, lengths, config)
@@ -296,9 +298,9 @@ def conclusions(measured: Measured) -> str:
             g = measured.growth(name, part)
             if g is not None:
                 lines.append(
-                    f"  {what + ', ' + title(name):<34}  a = {g.a:7.3f} ± {g.a_error:.3f} us   "
-                    f"b = {1000 * g.b:7.3f} ± {1000 * g.b_error:.3f} ns   "
-                    f"p = {g.exponent:.2f} ± {g.exponent_error:.2f} from {g.exponent_from:,}"
+                    f"  {what + ', ' + title(name):<34}  a = {with_error(g.a, g.a_error, '7.3f')} us   "
+                    f"b = {with_error(g.b, g.b_error, '7.3f', 1000)} ns   "
+                    f"p = {with_error(g.exponent, g.exponent_error, '.2f')} from {g.exponent_from:,}"
                 )
     lines += ["", "Attention of all layers takes as long as the rest of the step at a context of"]
     for name in names:
@@ -324,6 +326,12 @@ def conclusions(measured: Measured) -> str:
                 f"{matrix_mb(measured, reading):>9,.1f}"
             )
     return "\n".join(lines) + "\n"
+
+
+def with_error(value: float, error: float | None, form: str, times: float = 1) -> str:
+    """A coefficient and, where there is one, its standard error."""
+    spread = "" if error is None else f" ± {times * error:.{form[-2:]}}"
+    return f"{times * value:{form}}{spread}"
 
 
 def formula_mb(measured: Measured, reading: Reading) -> float:

@@ -1,4 +1,4 @@
-"""Time and memory over the context length as one log-log picture: points measured, lines fitted."""
+"""Time and memory over the context length as one log-log picture: points measured, lines of time fitted."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
+from benchmarks.machine import counted
 from model.colors import LIGHT, line_styles
 
 if TYPE_CHECKING:
     from benchmarks.context_cost import Measured
 
 STYLES = dict(zip(("written_out", "fused", "windowed"), line_styles(3), strict=True))
-SIGNS = {"o": "●", "s": "■", "^": "▲", "D": "◆"}  # matplotlib's markers as characters
 
 
 def draw_cost(measured: Measured, path: Path) -> None:
@@ -31,14 +31,15 @@ def draw_cost(measured: Measured, path: Path) -> None:
         (panels[2], "memory", "peak memory of a training step, MB"),
     ):
         ends = [draw_line(axes, measured, name, part) for name in STYLES if measured.of(name)]
-        finish(axes, heading)
+        finish(axes, heading, sorted({reading.context_length for reading in measured.readings}))
         label_ends(axes, ends)
     tokens = measured.readings[0].context_length * measured.readings[0].sequences
     c = measured.config
     figure.supxlabel(
-        f"context length, at {tokens:,} tokens a batch: {c.num_layers} layers, {c.num_heads} heads of {c.head_dim}; "
-        f"{measured.device}, {measured.threads} threads\n"
-        "forward and backward; points: medians with quartiles; lines: a T + b T² a sequence, fitted",
+        f"context length, at {tokens:,} tokens a batch: {counted(c.num_layers, 'layer')}, "
+        f"{counted(c.num_heads, 'head')} of {c.head_dim}; {measured.device}, {counted(measured.threads, 'thread')}\n"
+        "forward and backward; times: medians with quartiles, and a T + b T² a sequence, fitted; "
+        "memory: lines that only join the points",
         fontsize=9,
         color=LIGHT["faint"],
     )
@@ -68,22 +69,28 @@ def draw_line(axes: Axes, measured: Measured, name: str, part: str) -> tuple[flo
     return lengths[-1], y[-1], name
 
 
-def finish(axes: Axes, heading: str) -> None:
-    """Logarithmic axes, a tick at every other power of two, and nothing else."""
+def finish(axes: Axes, heading: str, lengths: list[int]) -> None:
+    """Logarithmic axes with ticks at the lengths that were measured, as many as there is room for, and nothing else."""
     axes.set_title(heading, fontsize=10, loc="left")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     low, high = axes.get_xlim()
     axes.set_xlim(low, high * (high / low) ** 0.42)  # room for the labels at the lines' ends
-    powers = range(int(np.ceil(np.log2(low))), int(np.floor(np.log2(high))) + 1)
-    axes.set_xticks([2.0**power for power in powers][:: 2 if len(powers) > 5 else 1])
+    ticks, least = [lengths[-1]], (lengths[-1] / lengths[0]) ** 0.2
+    for length in reversed(lengths[:-1]):
+        if ticks[-1] / length >= least:
+            ticks.append(length)
+    axes.set_xticks(ticks)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
     axes.xaxis.set_minor_locator(NullLocator())
     bottom, top = axes.get_ylim()
     if top / bottom < 100:  # too few powers of ten for ticks
         steps = [m * 10.0**e for e in range(-3, 8) for m in (1, 2, 5)]
-        axes.set_yticks([step for step in steps if bottom <= step <= top])
+        shown = [step for step in steps if bottom <= step <= top]
+        if len(shown) < 2:
+            shown = [step for step in MaxNLocator(4).tick_values(bottom, top) if bottom <= step <= top]
+        axes.set_yticks(shown)
         axes.yaxis.set_minor_locator(NullLocator())
     axes.grid(color=LIGHT["masked"], linewidth=0.8)
     axes.set_axisbelow(True)
@@ -92,7 +99,7 @@ def finish(axes: Axes, heading: str) -> None:
 
 
 def label_ends(axes: Axes, ends: list[tuple[float, float, str]]) -> None:
-    """Writes each line's marker and name at its end, moved apart where two would touch."""
+    """Writes each line's name at its end, behind a piece of the line, moved apart where two would touch."""
     bottom, top = np.log(axes.get_ylim())
     least = 0.05 * (top - bottom)
     below = -np.inf
@@ -100,8 +107,9 @@ def label_ends(axes: Axes, ends: list[tuple[float, float, str]]) -> None:
         place = max(np.log(y), below + least)
         below = place
         style = STYLES[name]
-        for text, colour, right in ((SIGNS[style["marker"]], style["color"], 7), (name, LIGHT["ink"], 20)):
-            axes.annotate(
-                text.replace("_", " "), (x, np.exp(place)), (right, 0), textcoords="offset points",
-                va="center", color=colour, fontsize=9,
-            )  # fmt: skip
+        piece = {"color": style["color"], "linestyle": style["linestyle"], "linewidth": 1.2}
+        axes.annotate(
+            name.replace("_", " "), (x, np.exp(place)), (32, 0), textcoords="offset points",
+            va="center", color=LIGHT["ink"], fontsize=9,
+            arrowprops=piece | {"arrowstyle": "-", "relpos": (0, 0.5), "shrinkA": 2, "shrinkB": 8},
+        )  # fmt: skip

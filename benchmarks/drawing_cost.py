@@ -19,10 +19,11 @@ import torch
 from lightning.pytorch import Callback
 
 from benchmarks.default_run import prepared_text, snapshots_of, train
-from benchmarks.machine import machine
+from benchmarks.machine import counted, machine
 from configs.command_line import compose, one_line_errors
 from model.budget import DEFAULT_TIME
 from model.callbacks import Snapshots
+from model.keeping import StopOnSignal
 
 STEPS = 200
 PROMISED_SHARE = 0.03
@@ -61,7 +62,7 @@ def main() -> None:
         print(f"{number + 1:10} {step:6,} {each:11.3f}")
     default_s = DEFAULT_TIME.total_seconds()
     share = sum(seconds) / default_s
-    print(f"in a run of {run_s:.1f} s, {torch.get_num_threads()} threads; "
+    print(f"in a run of {run_s:.1f} s, {counted(torch.get_num_threads(), 'thread')}; "
           f"median {statistics.median(seconds):.3f} s a validation, the first {seconds[0]:.3f} s")  # fmt: skip
     print(f"{len(seconds)} drawings take {sum(seconds):.2f} s, {share:.2%} of a default run of {default_s:.0f} s; "
           f"promised: at most {PROMISED_SHARE:.0%}")  # fmt: skip
@@ -72,5 +73,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with one_line_errors("train"):
+    with one_line_errors("train"), StopOnSignal():  # train.py's Trainer takes the signals over
         main()

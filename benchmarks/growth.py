@@ -11,14 +11,14 @@ EXPONENT_POINTS = 4
 
 @dataclass(frozen=True)
 class Growth:
-    """What was fitted; standard errors are nan where there are no more points than coefficients."""
+    """What was fitted; standard errors are None where there are no more points than coefficients."""
 
     a: float
-    a_error: float
+    a_error: float | None
     b: float
-    b_error: float
+    b_error: float | None
     exponent: float
-    exponent_error: float
+    exponent_error: float | None
     exponent_from: int
     """The exponent is fitted from this length on."""
 
@@ -37,13 +37,15 @@ def fit_growth(lengths: list[int], times: list[float]) -> Growth | None:
     return Growth(a, a_error, b, b_error, exponent, error, int(T[0]))
 
 
-def _least_squares(columns: np.ndarray, target: np.ndarray) -> tuple[list[float], list[float]]:
+def _least_squares(columns: np.ndarray, target: np.ndarray) -> tuple[list[float], list[float | None]]:
     """Coefficients and their standard errors; columns (points, coefficients)."""
     scale = np.linalg.norm(columns, axis=0)  # T and T^2 differ by orders of magnitude
     columns = columns / scale
     coefficients = np.linalg.lstsq(columns, target, rcond=None)[0]
     spare = len(target) - len(coefficients)
-    variance = np.square(target - columns @ coefficients).sum() / spare if spare else math.nan
+    if not spare:
+        return (coefficients / scale).tolist(), [None] * len(coefficients)
+    variance = np.square(target - columns @ coefficients).sum() / spare
     errors = np.sqrt(variance * np.diag(np.linalg.inv(columns.T @ columns)))
     return (coefficients / scale).tolist(), (errors / scale).tolist()
 

@@ -22,12 +22,13 @@ from lightning.pytorch import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.default_run import new_network, prepared_text, snapshots_of, train
-from benchmarks.machine import machine
+from benchmarks.machine import counted, machine
 from configs.command_line import compose, one_line_errors
 from configs.schema import build
 from data.module import TextData
 from model.bfloat16 import products_in
 from model.config import OptimizerConfig
+from model.keeping import StopOnSignal
 from model.optimizer import build_optimizer, lr_factor
 from model.trainer import resolve
 
@@ -115,7 +116,7 @@ def measure(model: Model, overrides: list[str]) -> dict[str, float]:
 def main() -> None:
     """Measures both models, and prints one JSON line."""
     gc.freeze()  # as train.py does after its imports: configs/slow_imports.py
-    print(f"on the CPU, {torch.get_num_threads()} threads")
+    print(f"on the CPU, {counted(torch.get_num_threads(), 'thread')}")
     results = {model.name: measure(model, sys.argv[1:]) for model in MODELS}
     print(
         json.dumps(
@@ -125,5 +126,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with one_line_errors("train"):
+    with one_line_errors("train"), StopOnSignal():  # train.py's Trainer takes the signals over
         main()

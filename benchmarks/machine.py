@@ -1,4 +1,4 @@
-"""On what a benchmark was run: its first line, and a value of its JSON."""
+"""On what a benchmark was run: a value of its JSON."""
 
 import os
 import platform
@@ -16,10 +16,15 @@ def machine() -> str:
     return ", ".join(
         [
             processor,
-            f"{os.cpu_count()} cores",
+            counted(os.cpu_count(), "core"),
             f"torch {metadata.version('torch')}",
             f"Python {platform.python_version()}",
             platform.system(),
             str(date.today()),
         ]
     )
+
+
+def counted(number: int, noun: str) -> str:
+    """For example "1 thread", "2 threads"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

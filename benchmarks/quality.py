@@ -1,6 +1,6 @@
 """What a run learns in a given time, whole process, beside nanoGPT's laptop recipe.
 
-    python -m benchmarks.quality [seeds=3] [budgets=[30s,60s]] [corpus=FILE]
+    python -m benchmarks.quality [key=value ...]      the keys: configs/quality.yaml
 
 First the yardstick, experiment=nanogpt_cpu. Then `budget=` with the yardstick's own time, a fifth and a seventh of
 it, and with every one of `budgets`. Each run is a process of its own, starts with an empty cache, and is judged by
@@ -16,10 +16,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig
 
 from benchmarks.machine import machine
-from configs.command_line import one_line_errors
+from configs.command_line import compose, one_line_errors
 from configs.errors import UserError
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -51,9 +51,10 @@ def measure(name: str, settings: list[str], seeds: int, text: list[str], yardsti
         print(f"{name:24} refused: {error}", flush=True)
         return {"run": name, "refused": str(error)}
     seconds, bits, steps = (statistics.mean(values) for values in zip(*runs, strict=True))
-    error = statistics.stdev(run[1] for run in runs) / seeds**0.5 if seeds > 1 else 0.0
+    error = statistics.stdev(run[1] for run in runs) / seeds**0.5 if seeds > 1 else None
+    shown_error = "" if error is None else f"±{error:.4f}"
     ratio = "" if yardstick is None else f"{bits / yardstick:12.3f}"
-    print(f"{name:24} {seconds:8.1f} {steps:8.0f} {bits:10.4f} ±{error:.4f} {ratio}", flush=True)
+    print(f"{name:24} {seconds:8.1f} {steps:8.0f} {bits:10.4f} {shown_error:7} {ratio}", flush=True)
     return {
         "run": name,
         "seconds": seconds,
@@ -64,11 +65,10 @@ def measure(name: str, settings: list[str], seeds: int, text: list[str], yardsti
     }
 
 
-def main() -> None:
-    """Prints the table and one JSON line."""
-    known = OmegaConf.create({"seeds": 3, "budgets": [], "corpus": None})
-    OmegaConf.set_struct(known, True)
-    config = OmegaConf.merge(known, OmegaConf.from_cli())
+def main(config: DictConfig) -> None:
+    """Prints the table and one JSON line. Raises UserError where the yardstick cannot be trained."""
+    if config.seeds < 1:
+        raise UserError(f"seeds is {config.seeds}, but must be at least 1.")
     text = [] if config.corpus is None else [f"data.corpus={config.corpus}"]
     print(f"{'run':24} {'seconds':>8} {'steps':>8} {'bits/byte':>10} {'':7} {'x yardstick':>12}")
     rows = [measure("experiment=nanogpt_cpu", ["experiment=nanogpt_cpu"], config.seeds, text)]
@@ -82,5 +82,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with one_line_errors("train"):
-        main()
+    with one_line_errors("quality"):
+        main(compose("quality", sys.argv[1:]))

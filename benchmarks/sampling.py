@@ -27,7 +27,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from benchmarks.machine import machine
+from benchmarks.hugging_face import hugging_face_gpt2, refuse_without_transformers
+from benchmarks.machine import counted, machine
+from configs.command_line import one_line_errors
 from data.config import TokenizerConfig
 from data.tokenizer import build_tokenizer
 from model.cache import Decoder
@@ -95,12 +97,7 @@ def step_seconds(network: GPT, begin: int, end: int) -> float:
 
 def hugging_face(network: GPT) -> torch.nn.Module:
     """Their GPT-2 with the same weights."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    c = network.config
-    theirs = GPT2LMHeadModel(GPT2Config(vocab_size=c.vocab_size, n_positions=c.context_length, n_embd=c.d_model,
-                                        n_layer=c.num_layers, n_head=c.num_heads, bos_token_id=0,
-                                        eos_token_id=0)).eval()  # fmt: skip
+    theirs = hugging_face_gpt2(network.config).eval()
     names = {"token_embedding": "wte", "position_embedding": "wpe", "final_norm": "ln_f", "blocks": "h",
              "attention_norm": "ln_1", "attention.in_proj": "attn.c_attn", "attention.out_proj": "attn.c_proj",
              "mlp_norm": "ln_2", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}  # fmt: skip
@@ -158,14 +155,15 @@ def seconds_to_first_character(network: GPT) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Prints each comparison beside what is aimed at, and one JSON line."""
+    """Prints each comparison beside what is aimed at, and one JSON line. Raises UserError without transformers."""
+    refuse_without_transformers()
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
     baby, longer, small = GPT(BABY), GPT(replace(BABY, context_length=8 * BABY.context_length)), GPT(SMALL)
     new = BABY.context_length - 1
     greedy = SamplingConfig(max_new_tokens=new, temperature=0)
-    print(f"{baby.num_parameters():,} parameters, context {BABY.context_length}, {torch.get_num_threads()} threads; "
-          f"median of {ROUNDS} rounds in turn\n")  # fmt: skip
+    print(f"{baby.num_parameters():,} parameters, context {BABY.context_length}, "
+          f"{counted(torch.get_num_threads(), 'thread')}; median of {ROUNDS} rounds in turn\n")  # fmt: skip
     result = {"benchmark": "sampling", "machine": machine(), "threads": torch.get_num_threads()}
 
     theirs, decoder = hugging_face(baby), Decoder(baby)
@@ -231,4 +229,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors("sample"):
+        main()

@@ -26,11 +26,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchmarks.machine import machine
+from benchmarks.hugging_face import hugging_face_gpt2, refuse_without_transformers
+from benchmarks.machine import counted, machine
 from configs.command_line import compose, one_line_errors
-from configs.errors import UserError
 from configs.schema import build
 from model.allocator import keep_freed_memory
 from model.bfloat16 import BFLOAT16_PRODUCTS, has_bfloat16_units, products_in
@@ -104,7 +104,7 @@ def our_step(case: Case, compiled: bool = False) -> Callable[[], None]:
 
 def hugging_face_step(case: Case, fused: bool | None = None, compiled: bool = False) -> Callable[[], None]:
     """One of Hugging Face's model. fused: AdamW's kernel; None: what AdamW takes by itself."""
-    network = hugging_face_model(case.config)
+    network = hugging_face_gpt2(case.config).train()
     optimizer = torch.optim.AdamW(network.parameters(), lr=case.optimizer.lr, fused=fused)
     inputs, targets = case.batch()
 
@@ -120,31 +120,6 @@ def hugging_face_step(case: Case, fused: bool | None = None, compiled: bool = Fa
         optimizer.zero_grad()
 
     return step
-
-
-def hugging_face_model(config: GPTConfig) -> nn.Module:
-    """GPT2LMHeadModel of the same shape, without dropout. Raises UserError where transformers is missing."""
-    try:
-        from transformers import GPT2Config, GPT2LMHeadModel  # only here: nothing else needs it
-    except ImportError:
-        raise UserError("this compares with transformers. Install it: pip install -r requirements-dev.txt") from None
-    theirs = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=config.vocab_size,
-            n_positions=config.context_length,
-            n_embd=config.d_model,
-            n_layer=config.num_layers,
-            n_head=config.num_heads,
-            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-            bos_token_id=None,
-            eos_token_id=None,
-            attn_implementation="sdpa",
-        )
-    ).train()
-    numbers, ours = sum(p.numel() for p in theirs.parameters()), GPT(config).num_parameters()
-    if numbers != ours:
-        raise UserError(f"GPT2LMHeadModel has {numbers:,} parameters and ours {ours:,}: not the same model.")
-    return theirs
 
 
 # The products of a step
@@ -256,10 +231,11 @@ def measure(case: Case, against: bool, compiled: bool) -> dict[str, float]:
 
 def main(config: DictConfig) -> None:
     """Prints what was measured, beside what is promised, and one JSON line. Raises UserError."""
+    refuse_without_transformers()
     torch.manual_seed(0)
     if config.keep_memory:
         keep_freed_memory()
-    print(f"vocabulary {config.vocab_size:,}; float32 on {torch.get_num_threads()} threads; "
+    print(f"vocabulary {config.vocab_size:,}; float32 on {counted(torch.get_num_threads(), 'thread')}; "
           f"medians of {ROUNDS} rounds of {STEPS} steps, in turns\n")  # fmt: skip
     results = {}
     print(f"{'':14} {'':>8} {'GFLOP/s of':^28}  {'share, of':^18}")

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -30,7 +31,7 @@ PROMPT_BYTES = 64 << 20
 # Their values are taken exactly as typed: Hydra would read commas, quotes, = and ${ as its own grammar.
 PATH_KEYS = ("prompt_file", "export", "runs_dir", "png", "html", "logdir")
 LITERAL_KEYS = (
-    *("prompt", "stop", "token", "checkpoint", "resume", "init_from", "data.corpus", "data.cache_dir"),
+    *("prompt", "stop", "token", "checkpoint", "resume", "init_from", "data.corpus", "data.cache_dir", "corpus"),
     *PATH_KEYS,
 )
 
@@ -41,7 +42,8 @@ def run(task: Callable[[DictConfig], None], config_name: str) -> None:
     with one_line_errors(config_name):
         schema.register()
         if not started_by_lightning():  # which passes on what this line made of the arguments
-            sys.argv[1:] = flags_first([as_literal(argument) for argument in sys.argv[1:]])
+            literal = [as_literal(argument, config_name) for argument in sys.argv[1:]]
+            sys.argv[1:] = flags_first(literal, config_name)
 
         composed: list[DictConfig] = []  # empty: an error is one of composing the config
 
@@ -64,7 +66,7 @@ def run(task: Callable[[DictConfig], None], config_name: str) -> None:
 def compose(config_name: str, overrides: list[str]) -> DictConfig:
     """The config alone, without Hydra's run directory or sweeps. Raises UserError."""
     schema.register()
-    overrides = [as_literal(override) for override in overrides]
+    overrides = [as_literal(override, config_name) for override in overrides]
     try:
         with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
             config = hydra.compose(config_name, overrides)
@@ -93,17 +95,24 @@ def read_prompt(config: DictConfig) -> str:
         raise UserError(f"prompt_file {name} cannot be read: {error.strerror}. Give a text file, or - .") from error
 
 
-def flags_first(arguments: list[str]) -> list[str]:
+def refuse_other_endings(config: DictConfig, endings: dict[str, str]) -> None:
+    """Raises UserError for a path whose name does not say what is going to be in the file, such as {"png": ".png"}."""
+    for key, ending in endings.items():
+        if config[key] is not None and not config[key].endswith(ending):
+            raise UserError(f"{key} is {config[key]!r}, but must end in {ending}.")
+
+
+def flags_first(arguments: list[str], config_name: str) -> list[str]:
     """Hydra's flags before the settings: it would not take a setting after a flag. Raises UserError for others."""
     from hydra._internal.utils import get_args_parser
 
     settings = [argument for argument in arguments if re.match(r"[^-][^=]*=|~", argument)]
     flags = [argument for argument in arguments if argument not in settings]
     parser = get_args_parser()
-    parser.error = _refuse_flag  # argparse itself would print how to use all flags
+    parser.error = partial(_refuse_flag, config_name)  # argparse itself would print how to use all flags
     known, unknown = parser.parse_known_args(flags)
     if unknown:
-        raise UserError(f"{unknown[0]!r} is no option: write key=value, for example model.num_heads=8.")
+        raise UserError(f"{unknown[0]!r} is no option: {how_to_set(config_name)}")
     for name in REFUSED_FLAGS:
         if getattr(known, name) is not None:
             flag = name.replace("_", "-")
@@ -111,11 +120,11 @@ def flags_first(arguments: list[str]) -> list[str]:
     return flags + settings
 
 
-def _refuse_flag(message: str) -> None:
-    raise UserError(f"{message}. Write key=value, for example model.num_heads=8.")
+def _refuse_flag(config_name: str, message: str) -> None:
+    raise UserError(f"{message}: {how_to_set(config_name)}")
 
 
-def as_literal(argument: str) -> str:
+def as_literal(argument: str, config_name: str) -> str:
     """Quotes the value of a key whose text must reach us as it is; other arguments stay. Raises UserError."""
     if not argument.isascii() and any("\ud800" <= char <= "\udfff" for char in argument):  # bytes Python cannot read
         raise UserError(f"{argument.partition('=')[0]!r} or its value is not UTF-8. Convert it, or rename the file.")
@@ -123,7 +132,7 @@ def as_literal(argument: str) -> str:
     if re.match(r"[+~]*hydra\b", key) and not key.lstrip("+~").startswith(HYDRA_KEYS):
         raise UserError(f"{argument} is not for a run to set. runs_dir=DIRECTORY says where runs go.")
     if not key.strip("+~ "):
-        raise UserError(f"{argument!r} is no setting: write key=value, for example model.num_heads=8.")
+        raise UserError(f"{argument!r} is no setting: {how_to_set(config_name)}")
     group = key.lstrip("+")
     if group in (*schema.GROUPS, "experiment") and re.fullmatch(r"null|true|false|[-+\d.e]+", value):
         raise UserError(f"{argument} is no choice of {group}. Choose one: configs/{group}/ has them.")
@@ -193,8 +202,14 @@ def explain(error: Exception, config_name: str) -> str:
     if match := re.search(r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'", text):
         return unknown_key(match[1], config_name)
     if match := re.search(r"Error merging override (.+)", text):
+        key, _, value = match[1].lstrip("+").partition("=")
+        if "is not a ListConfig" in cause:
+            return f"{key} is {value}, but must be a list: {key}=[{value}]"
         return f"{match[1]} has a value of the wrong type: {cause}."
     if match := re.search(r"Ambiguous value for argument '([^']+)'", text):
+        key, _, value = match[1].partition("=")
+        if isinstance(default_config(config_name).get(key), list):
+            return f"{key} is {value}, but must be a list: {key}=[{value}]"
         sweep = "add -m to sweep over them, or " if config_name == "train" else ""
         return f"{match[1]} lists several values: {sweep}give one."
     if isinstance(error, MissingConfigException) and error.options:
@@ -202,7 +217,7 @@ def explain(error: Exception, config_name: str) -> str:
         options = [option for option in error.options if option != "schema"]
         return f"{group}={name} does not exist. Choose from: {', '.join(options)}."
     if isinstance(error, OverrideParseException):
-        return f"{error.override!r} is no setting: write key=value, for example model.num_heads=8."
+        return f"{error.override!r} is no setting: {how_to_set(config_name)}"
     if isinstance(error, ConfigCompositionException) and cause:
         text += f" ({cause})"
     said = " ".join(text.split("See https")[0].split())
@@ -230,10 +245,21 @@ def unknown_key(key: str, config_name: str) -> str:
     return f"{key} is no key of the config. {mend}"
 
 
+def how_to_set(config_name: str) -> str:
+    """How a key is given, with one of the program's own as example, and where the others are."""
+    key, value = next(item for item in default_config(config_name).items() if type(item[1]) is int)
+    return f"write key=value, for example {key}={value}; configs/{config_name}.yaml lists the keys."
+
+
+def default_config(config_name: str) -> dict:
+    """The config without any settings, as plain values."""
+    GlobalHydra.instance().clear()  # a run that failed may have left it in use
+    return OmegaConf.to_container(compose(config_name, []))
+
+
 def known_keys(config_name: str) -> list[str]:
     """Every dotted key of the default config."""
-    GlobalHydra.instance().clear()  # a run that failed may have left it in use
-    config = OmegaConf.to_container(compose(config_name, []))
+    config = default_config(config_name)
     keys: list[str] = []
 
     def walk(node: dict, prefix: str) -> None:

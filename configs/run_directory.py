@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -228,6 +229,25 @@ class _Screen(logging.Handler):
 class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         raise  # a full disk: the run ends with one line, where logging would print a traceback and go on
+
+
+# Commands that a run suggests, as one would type them here
+
+
+def tensorboard_command(logdir: Path) -> str:
+    """What shows all runs below a directory."""
+    where = shlex.quote(str(shown(logdir)))
+    return f"{this_python()} -m tensorboard.main --logdir {where} --samples_per_plugin images=100"
+
+
+def this_python() -> str:
+    """What starts the Python running now."""
+    return "python" if shutil.which("python") == sys.executable else shlex.quote(str(shown(Path(sys.executable))))
+
+
+def shown(path: Path) -> Path:
+    """The path, from the working directory if it lies below it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 _job_starts: list[float] = []

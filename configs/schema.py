@@ -125,6 +125,15 @@ class TrainingSpeedSchema:
     keep_memory: bool = MISSING
 
 
+@dataclass
+class QualitySchema:
+    """Keys of configs/quality.yaml."""
+
+    seeds: int = MISSING
+    budgets: list[str] = MISSING
+    corpus: str | None = MISSING
+
+
 GROUPS = ("model", "data", "tokenizer", "optimizer", "trainer")
 ROOTS = {
     "train": TrainSchema,
@@ -134,6 +143,7 @@ ROOTS = {
     "context_cost": ContextCostSchema,
     "attention_speed": AttentionSpeedSchema,
     "training_speed": TrainingSpeedSchema,
+    "quality": QualitySchema,
 }
 
 

@@ -4,6 +4,7 @@ Drawn straight into pixels: a picture is due at every validation, and a plotting
 the validation itself. Only its font is borrowed.
 """
 
+import re
 import textwrap
 from functools import cache, lru_cache
 from pathlib import Path
@@ -160,7 +161,8 @@ def _known_characters() -> frozenset[int]:
 def _drawable(text: str) -> str:
     """Characters the font lacks by their number, as Python writes it: better than a box for all of them."""
     known = _known_characters()
-    return "".join(char if ord(char) in known else char.encode("unicode_escape").decode() for char in text)
+    text = "".join(char if ord(char) in known else char.encode("unicode_escape").decode() for char in text)
+    return re.sub("(?<=[↵→])(?=[↵→])", " ", text)  # arrows fill their place: two would become one line
 
 
 def _width(text: str, size: int) -> int:

@@ -179,10 +179,10 @@ def time_to_train(budget: timedelta, spent: float, network: GPT, val_tokens: int
     """
     end = 2 * matrix_weights(network.config) * val_tokens / flops_per_second + END_S
     seconds = budget.total_seconds() - spent - end
-    if seconds < 1:
+    if seconds < 1:  # a second more than that is asked for: another start may take longer
         raise UserError(
             f"A budget of {budget.total_seconds():g} s leaves no time to train: starting took {spent:.0f} s, "
-            f"validating and ending take about {end:.0f} s. Use budget={math.ceil(spent + end + 10)}s or more, or "
-            "trainer.max_steps=100 in its place."
+            f"validating and ending take about {end:.0f} s. The least here is about "
+            f"budget={math.ceil(spent + end + 2)}s; or give trainer.max_steps=100 in its place."
         )
     return timedelta(seconds=seconds)

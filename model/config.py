@@ -133,7 +133,9 @@ class GPTConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise UserError(f"model.{name} is {value}, but must be a positive number.")
-        check_heads(self.d_model, self.num_heads, self.kv_heads)
+        if self.positions == "rope" and self.d_model % 2:
+            raise UserError(f"model.positions=rope rotates pairs, but d_model {self.d_model} is odd. Use an even one.")
+        check_heads(self.d_model, self.num_heads, self.kv_heads, even=self.positions == "rope")
         if self.positions == "rope" and self.head_dim % 2:
             raise UserError(
                 f"model.positions=rope rotates pairs, but head_dim = d_model {self.d_model} / num_heads "
@@ -149,10 +151,14 @@ _CHOICES = {
 }
 
 
-def check_heads(d_model: int, num_heads: int, num_kv_heads: int) -> None:
-    """Raises UserError unless heads divide the width and key/value heads divide the heads."""
+def check_heads(d_model: int, num_heads: int, num_kv_heads: int, even: bool = False) -> None:
+    """Raises UserError unless heads divide the width and key/value heads divide the heads.
+
+    Args:
+        even: whether head_dim is to be even, as RoPE needs it: only such heads are offered.
+    """
     if d_model % num_heads:
-        valid = [n for n in range(1, d_model + 1) if d_model % n == 0]
+        valid = [n for n in range(1, d_model + 1) if d_model % (2 * n if even else n) == 0]
         raise UserError(
             f"d_model {d_model} is not divisible by num_heads {num_heads}. "
             f"Use model.num_heads from {', '.join(map(str, valid))}, or another model.d_model."

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from omegaconf import DictConfig
 
-from configs.command_line import compose, one_line_errors, read_prompt
+from configs.command_line import compose, one_line_errors, read_prompt, refuse_other_endings
 from configs.errors import UserError
 from configs.schema import build
 from data.config import TokenizerConfig
@@ -22,6 +22,7 @@ BAR = 20  # characters of a weight of 1
 
 def main(config: DictConfig) -> None:
     """Loads a network, says which, and shows its attention. Raises UserError for what the user can mend."""
+    refuse_other_endings(config, {"png": ".png", "html": ".html"})
     text = read_prompt(config)
     if not text:
         raise UserError('There is no text to look at. Give one: prompt="Orange is my favorite fruit"')

@@ -1,12 +1,13 @@
 """After a sweep over context lengths: one TensorBoard run whose x axis is the context length."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
+
+from configs.run_directory import tensorboard_command
 
 CURVES = ("step_ms", "tokens_per_second", "peak_memory_mb", "val_nats_per_token", "val_bits_per_byte")
 
@@ -28,7 +29,7 @@ class SweepCurves(Callback):
                 for name in CURVES:
                     writer.add_scalar(f"by_context_length/{name}", summary[name], length)
         print(table(by_length))
-        print(f"\nas curves:    {sys.executable} -m tensorboard.main --logdir {sweep_dir / 'by_context_length'}")
+        print(f"\nas curves, run by_context_length:    {tensorboard_command(sweep_dir)}")
 
 
 def table(by_length: dict[int, dict[str, Any]]) -> str:

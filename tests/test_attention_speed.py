@@ -38,7 +38,16 @@ def test_on_a_cpu_a_line_a_length_and_the_same_in_json(quick, capsys):
         assert [float(cell.replace(",", "")) for cell in line[1:4]] == pytest.approx(list(row.values()), abs=0.06)
         assert all(float(cell) == 98.5 for cell in line[4:])  # 100 less four tensors of 768 x 128 numbers of 4 bytes
     assert set(result["exponents"]) == {"written_out", "fused", "windowed"}
+    assert " 1 thread;" in out and "skipped" not in out
     assert result["device"] == "cpu" and "promised of windowed: at most 1.1" in out
+
+
+def test_what_would_take_too_much_memory_is_skipped_and_said_to_be(quick, monkeypatch, capsys):
+    monkeypatch.setattr(attention_speed, "MEMORY_BUDGET_MB", 30)  # 5 x 4.5 MB at 384, 5 x 9 MB at 768
+    attention_speed.main(compose("attention_speed", [*SMALL, "device=cpu"]))
+    out, result = printed(capsys)
+    assert "(skipped: more than 30 MB)" in out
+    assert set(result["ms"]["384"]) - set(result["ms"]["768"]) == {"written_out"}
 
 
 @pytest.mark.parametrize("flex", [True, False])

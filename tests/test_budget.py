@@ -230,7 +230,7 @@ def test_budget_that_is_no_time_is_refused_with_examples(refuse, value):
 
 def test_budget_too_short_to_train_is_refused_with_both_times(refuse, text_file, cache_dir):
     error = refuse("train", "budget=2s", f"data.corpus={text_file}", f"data.cache_dir={cache_dir}")
-    assert "budget of 2 s" in error and re.search(r"Use budget=\d+s or more", error)
+    assert "budget of 2 s" in error and re.search(r"The least here is about budget=\d+s", error)
 
 
 def test_budget_that_the_refusal_names_leaves_time_to_train():

@@ -126,7 +126,8 @@ def test_disk_that_takes_no_more_is_named_and_nothing_half_made_stays(call, tmp_
         pytest.skip(f"needs {prefix[0]}")
     (tmp_path / "cache").mkdir()
     (tmp_path / "text.txt").write_text(TEXT * 100, encoding="utf-8")
-    arguments = (*SMALL, "trainer.max_steps=1", f"tokenizer={tokenizer}", "tokenizer.vocab_size=257")
+    vocab_size = {"byte": "null", "bpe": "257"}[tokenizer]
+    arguments = (*SMALL, "trainer.max_steps=1", f"tokenizer={tokenizer}", f"tokenizer.vocab_size={vocab_size}")
     error = call(
         "train.py", "data.corpus=text.txt", "data.cache_dir=cache", *arguments, cwd=tmp_path, prefix=prefix
     ).error

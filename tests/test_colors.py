@@ -1,10 +1,12 @@
 """One scale everywhere: what the pictures, the page and the curves show is model/colors.py's."""
 
 import re
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from benchmarks import cost_picture
@@ -69,7 +71,7 @@ def measured() -> Measured:
     """Growing figures of three attentions, made up."""
     found = Measured(GPTConfig(vocab_size=10, attention_window=256), "cpu", 2, 100.0)
     for name, power in (("written_out", 2.0), ("fused", 1.7), ("windowed", 1.0)):
-        for length in (512, 1024, 2048, 4096):
+        for length in (128, 256, 512, 1024, 2048, 4096):
             ms = 10 * (length / 512) ** (power - 1)
             timing = Timing(ms, 0.9 * ms, 1.1 * ms, 3)
             found.readings.append(Reading(name, length, 8192 // length, timing, timing, ms, ms, 10 * ms, 1.0, 1.0))
@@ -84,6 +86,25 @@ def test_cost_picture_draws_each_attention_in_its_colour_of_the_scale(measured, 
     assert styles == line_styles(len(styles))
     for style in styles:
         assert (pixels == rgb(style["color"])).all(-1).sum() > 30, style
+
+
+@pytest.mark.parametrize(
+    "lengths", [(128, 256, 512, 1024, 2048, 4096), (512,), (512, 1024), (1024, 4096), (512, 1024, 2048)], ids=str
+)
+def test_cost_picture_has_a_tick_at_the_last_length_and_two_on_each_upright_axis(
+    measured, lengths, tmp_path, monkeypatch
+):
+    figures = []
+    monkeypatch.setattr(cost_picture, "Figure", lambda **options: figures.append(Figure(**options)) or figures[-1])
+    for flat in (False, True):
+        measured.readings = [reading for reading in measured.readings if reading.context_length in lengths]
+        if flat:  # a panel of points that are nearly the same
+            measured.readings = [replace(r, step_peak_mb=213 + r.context_length / 1000) for r in measured.readings]
+        draw_cost(measured, tmp_path / "cost.png")
+        for axes in figures[-1].axes:
+            ticks, (bottom, top) = axes.get_yticks(), axes.get_ylim()
+            assert axes.get_xticks().max() == lengths[-1]
+            assert sum(bottom <= tick <= top for tick in ticks) >= 2
 
 
 def test_pictures_have_no_colours_of_their_own():

@@ -1,6 +1,7 @@
 """Any text arrives as it was typed, and any mistake is answered by one line that says how to mend it."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,9 +15,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from benchmarks import quality
 from configs.command_line import compose, run
+from configs.errors import UserError
 from configs.run_directory import make_new_dir
-from configs.schema import build
+from configs.schema import ROOTS, build
 from data.config import DataConfig, TokenizerConfig
 from model.config import GPTConfig, OptimizerConfig
 
@@ -114,7 +117,7 @@ NOWHERE = "data.corpus=there/is/no/such/text.txt"
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["model.num_heads=3"], ["d_model 128", "num_heads 3", "1, 2, 4, 8, 16, 32, 64, 128"]),
+        (["model.num_heads=3"], ["d_model 128", "num_heads 3", "1, 2, 4, 8, 16, 32, 64, or another"]),
         (["model.d_model=96", "model.num_heads=5"], ["d_model 96", "num_heads 5", "1, 2, 3, 4, 6, 8, 12, 16"]),
         (["model.num_kv_heads=3"], ["num_heads 4", "num_kv_heads 3", "1, 2, 4"]),
     ],
@@ -125,9 +128,24 @@ def test_heads_that_do_not_divide_are_refused_before_any_text_is_read(refuse, ar
     assert "there/is/no" not in error
 
 
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+@pytest.mark.parametrize(("d_model", "heads"), [(128, 3), (96, 5), (10, 4), (18, 4)])
+def test_heads_that_are_offered_work(positions, d_model, heads):
+    with pytest.raises(UserError, match="Use model.num_heads from") as refusal:
+        GPTConfig(vocab_size=1, d_model=d_model, num_heads=heads, positions=positions)
+    offered = re.search(r"from ([\d, ]+), or", str(refusal.value))[1].split(", ")
+    for each in offered:
+        GPTConfig(vocab_size=1, d_model=d_model, num_heads=int(each), positions=positions)
+
+
+def test_odd_width_that_cannot_be_rotated_is_said_to_be_odd(refuse):
+    assert "d_model 9 is odd" in refuse("train", "model.d_model=9")
+
+
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
+        ("tokenizer.vocab_size=300", ["tokenizer.vocab_size is 300", "tokenizer=byte has 256"]),
         ("model.num_heads=many", ["model.num_heads=many", "Integer"]),
         ("model.bias=perhaps", ["model.bias=perhaps", "bool"]),
         ("model.dropout=[1]", ["model.dropout"]),
@@ -242,6 +260,43 @@ def test_what_is_no_setting_at_all_is_refused_too(refuse, arguments, said):
     assert [part for part in said if part not in error] == []
 
 
+@pytest.mark.parametrize("program", ROOTS)
+@pytest.mark.parametrize("argument", ["hello", "--help", "--prompt=hello", "=5"])
+def test_what_is_no_setting_is_answered_with_one_that_the_program_has(program, argument):
+    with pytest.raises(UserError) as refusal:
+        compose(program, [argument])
+    example, file = re.search(r"for example (\S+); (\S+) lists the keys", str(refusal.value)).groups()
+    compose(program, [example])
+    assert re.search(rf"\b{example.partition('=')[0]}\b", (PROJECT / file).read_text())
+
+
+@pytest.mark.parametrize(
+    ("program", "argument"),
+    [
+        ("lessons", "lengths=512"),
+        ("lessons", "lengths=512,1024"),
+        ("context_cost", "lengths=512"),
+        ("attention_speed", "++lengths=512"),
+        ("quality", "budgets=30s"),
+    ],
+)
+def test_value_of_a_list_key_is_answered_with_the_list(program, argument):
+    key, _, value = argument.lstrip("+").partition("=")
+    with pytest.raises(UserError) as refusal:
+        compose(program, [argument])
+    assert str(refusal.value) == f"{key} is {value}, but must be a list: {key}=[{value}]"
+    assert [str(each) for each in compose(program, [f"{key}=[{value}]"])[key]] == value.split(",")
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [("seeds=0", "at least 1"), ("seeds=x", "seeds=x"), ("seed=3", "seeds"), ("corpas=x", "corpus")],
+)
+def test_bad_setting_of_the_quality_benchmark_is_refused_before_it_trains(argument, said):
+    with pytest.raises(UserError, match=said):
+        quality.main(compose("quality", [argument]))
+
+
 @pytest.mark.parametrize("script", ["train.py", "sample.py"])
 def test_refusal_of_a_real_process_is_one_line_and_exit_code_2(call, tmp_path, script):
     finished = call(script, "modle=1", cwd=tmp_path)
@@ -305,7 +360,13 @@ def test_relative_paths_mean_the_same_in_every_job_of_a_sweep(train_here, text_f
     monkeypatch.chdir(tmp_path)
     Path("texts").mkdir()
     os.link(text_file, "texts/words.txt")
-    relative = ("data.corpus=texts/words.txt", "data.cache_dir=cache", "runs_dir=my_runs", "tokenizer=byte")
+    relative = (
+        "data.corpus=texts/words.txt",
+        "data.cache_dir=cache",
+        "runs_dir=my_runs",
+        "tokenizer=byte",
+        "tokenizer.vocab_size=null",
+    )
     finished = train_here("-m", *relative, "trainer.max_steps=1", "seed=1,2")
     assert finished.returncode == 0, finished
     (sweep,) = (tmp_path / "my_runs").iterdir()

@@ -1,7 +1,6 @@
 """The cost on paper is what PyTorch counts, the memory measured is that on paper, and fits find what was put in."""
 
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -183,7 +182,7 @@ def test_fit_finds_the_exponent_of_the_longest_lengths(exponent):
 def test_fit_of_few_lengths_states_no_error_it_cannot_know():
     assert fit_growth([64], [1.0]) is None
     two = fit_growth([64, 128], [64.0, 256.0])
-    assert two.exponent == pytest.approx(2) and math.isnan(two.exponent_error) and math.isnan(two.a_error)
+    assert two.exponent == pytest.approx(2) and two.exponent_error is two.a_error is two.b_error is None
 
 
 def test_overtaking_is_found_between_two_lengths():
@@ -235,6 +234,17 @@ def test_command_measures_prints_draws_and_logs(clean_environment, events, tmp_p
     assert "Attention of all layers takes as long as the rest" in finished.stdout
 
 
+@pytest.mark.parametrize(("lengths", "stated"), [("16,32", False), ("16,32,64", True)])
+def test_standard_error_that_cannot_be_known_is_left_out_and_null_in_json(quick, capsys, lengths, stated):
+    context_cost.main(compose("context_cost", [*TINY, f"lengths=[{lengths}]", "model.attention_window=8"]))
+    out = capsys.readouterr().out
+    fits = json.loads(out.splitlines()[-1], parse_constant=pytest.fail)["fits"]  # NaN is no JSON
+    assert (" ± " in out) == stated and "± nan" not in out
+    for fit in (part for parts in fits.values() for part in parts.values()):
+        for name in ("a_error", "b_error", "exponent_error"):
+            assert (fit[name] is not None) == stated
+
+
 def test_time_budget_stops_and_says_what_was_skipped(quick, monkeypatch, capsys):
     clock = iter(range(0, 100_000, 20))  # every look at the clock is 20 seconds later
     monkeypatch.setattr(context_cost.time, "perf_counter", lambda: float(next(clock)))
@@ -260,7 +270,7 @@ def test_memory_budget_stops_the_written_out_matrix_alone_and_says_so(quick, cap
     assert set(longest.values()) == {128}
 
 
-@pytest.mark.parametrize("setting", ["lengths=[]", "lengths=[8]", "tokens_per_batch=0", "seconds=0"])
+@pytest.mark.parametrize("setting", ["lengths=[]", "lengths=[8]", "tokens_per_batch=0", "seconds=0", "png=cost.bmp"])
 def test_what_cannot_be_measured_is_refused(setting):
     with pytest.raises(UserError, match=setting.partition("=")[0]):
         context_cost.main(compose("context_cost", [*TINY, setting]))

@@ -1,7 +1,11 @@
 """The cost of drawing is that of what a run draws, at each of its validations, and its share is of a default run."""
 
 import json
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +13,7 @@ from benchmarks import drawing_cost
 from benchmarks.drawing_cost import TimedDrawing
 from model.callbacks import Snapshots
 
+PROJECT = Path(__file__).resolve().parents[1]
 TINY = [
     "model.num_layers=1", "model.num_heads=2", "model.d_model=16", "model.context_length=16",
     "tokenizer=byte", "data.batch_size=2", "data.val_tokens=64", "validations=3",
@@ -50,6 +55,40 @@ def test_share_is_that_of_ninety_seconds(measured):
     result = json.loads(out.splitlines()[-1])
     assert result["share_of_default_run"] == pytest.approx(sum(result["drawing_s"]) / 90, abs=1e-4)
     assert f"{result['share_of_default_run']:.2%} of a default run of 90 s; promised: at most 3%" in out
+
+
+# lightning_overhead, as a user starts it, gets a signal at step 3 of its training.
+STOPPED = """
+import os, runpy, signal
+from benchmarks import default_run
+
+train = default_run.train
+
+def stopped(*arguments, first, **options):
+    begin = first.on_train_batch_start
+
+    def with_signal(trainer, *rest):
+        if trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        begin(trainer, *rest)
+
+    first.on_train_batch_start = with_signal
+    train(*arguments, first=first, **options)
+
+default_run.train = stopped
+runpy.run_module("benchmarks.lightning_overhead", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_benchmark_that_is_stopped_while_it_trains_ends_quietly_and_leaves_nothing(clean_environment, tmp_path):
+    corpus, folder = tmp_path / "text.txt", tmp_path / "temporary"
+    corpus.write_text("to be or not to be\n" * 200, encoding="utf-8")
+    folder.mkdir()
+    command = [sys.executable, "-c", STOPPED, *TINY, f"data.corpus={corpus}"]
+    env = clean_environment | {"TMPDIR": str(folder)}
+    finished = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=120)
+    assert (finished.returncode, finished.stderr) == (128 + signal.SIGTERM, ""), finished
+    assert not list(folder.glob("tmp*"))
 
 
 def test_what_tensorboard_still_has_to_write_counts_only_if_it_is_ours():

@@ -80,7 +80,13 @@ def test_signal_saves_the_last_step_and_says_how_to_go_on(start, train_here, tin
 def test_second_ctrl_c_stops_at_once(start, train_here, tiny, tmp_path):
     # A step of 20,000 batches: the first signal would wait for its end.
     shakespeare = f"data.corpus={PROJECT / 'data/shakespeare.txt'}"
-    settings = ("trainer.accumulate_grad_batches=20000", "trainer.max_steps=9", "tokenizer=byte", shakespeare)
+    settings = (
+        "trainer.accumulate_grad_batches=20000",
+        "trainer.max_steps=9",
+        "tokenizer=byte",
+        "tokenizer.vocab_size=null",
+        shakespeare,
+    )
     process = start("train.py", *tiny, *settings, f"runs_dir={tmp_path}")
     try:
         wait_for(process, b"a uniform guess")

@@ -17,7 +17,7 @@ from configs.command_line import compose, one_line_errors
 from configs.errors import UserError
 from data.tokenizer import encode
 from model import see
-from model.attention_picture import MASKED, draw_attention, draw_head_scores
+from model.attention_picture import MASKED, _drawable, _strip, draw_attention, draw_head_scores
 from model.checkpoint import load_checkpoint
 from model.colors import SCALE, color_rows
 
@@ -157,6 +157,14 @@ def test_every_cell_has_the_colour_of_its_weight():
         np.testing.assert_array_equal(picture[top + query * cell, left + key * cell], expected)
 
 
+@pytest.mark.parametrize("label", ["↵↵", ".↵↵", "→→", "↵→↵"])
+def test_signs_of_white_space_stand_apart(label):
+    strip = np.asarray(_strip((_drawable(label),), 30, 90, 10))  # opacity, (30, 90)
+    inked = strip.max(0) > 40
+    pieces = (np.diff(inked.astype(int)) == 1).sum()
+    assert pieces == len(label)
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 5), (3, 2, 64), (2, 2, 300)])
 @pytest.mark.parametrize("label", ["x", "", "漢字", "$a_b$", "↵↵", "·favorite123"])
 def test_any_shape_and_label_can_be_drawn(shape, label):
@@ -197,6 +205,8 @@ def test_larger_scores_are_darker():
         (["prompt=The king", "checkpoint=nothing.ckpt"], "no checkpoint nothing.ckpt"),
         (["prompt=The king", "png=/nowhere/x.png"], "/nowhere/x.png cannot be written"),
         (["prompt=The king", "html=/nowhere/x.html"], "/nowhere/x.html cannot be written"),
+        (["prompt=The king", "png=maps.bmp"], "png is 'maps.bmp', but must end in .png"),
+        (["prompt=The king", "html=maps"], "html is 'maps', but must end in .html"),
         (["prompt=The king", "prompt_file=x.txt"], "Leave one out"),
         (["prompt_file=/nowhere/x.txt"], "cannot be read"),
         (["prompt="], "no text"),

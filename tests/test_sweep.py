@@ -46,10 +46,14 @@ def test_sweep_over_something_else_has_no_curve_by_context_length(train_here):
     assert not (finished.path / "by_context_length").exists()
 
 
-def test_recipe_of_a_sweep_sweeps_and_can_be_narrowed(train_here):
+def test_recipe_of_a_sweep_sweeps_and_can_be_narrowed(train_here, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     finished = train_here(
         "experiment=context_sweep", "model.context_length=4,8", "trainer.max_time=null", "trainer.max_steps=1"
     )
     assert finished.returncode == 0, finished
     summaries = [json.loads(path.read_text()) for path in sorted(finished.path.glob("*/summary.json"))]
     assert [summary["context_length"] for summary in summaries] == [4, 8]
+    logdir = finished.stdout.splitlines()[-1].partition("--logdir ")[2].split()[0]
+    assert logdir == f"runs/{finished.path.name}"  # as one would type it here
+    assert list((tmp_path / logdir / "by_context_length").glob("events.*"))

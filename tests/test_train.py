@@ -166,7 +166,9 @@ def test_interval_larger_than_the_run_still_validates_and_logs(train_here, event
 
 
 def test_share_of_an_epoch_is_an_interval_too(train_here, events):
-    finished = train_here("tokenizer=byte", "trainer.max_epochs=1", "trainer.val_check_interval=0.25")
+    finished = train_here(
+        "tokenizer=byte", "tokenizer.vocab_size=null", "trainer.max_epochs=1", "trainer.val_check_interval=0.25"
+    )
     assert [step for step, _ in curve(events, finished, "val/loss")] == [16, 32, 48, 64]
 
 
@@ -176,7 +178,14 @@ def test_best_checkpoint_of_a_run_that_overfits_is_kept_and_used(train_here, tmp
     settings = ("data.val_fraction=0.3", "data.batch_size=16", "optimizer=adamw", "optimizer.lr=0.02")
     shuffled = "Wert no; kind of quiet lads, many were not here! Zounds? Quack. " * 2
     text.write_text(text.read_text() + shuffled)
-    finished = train_here(f"data.corpus={text}", "tokenizer=byte", *settings, "trainer.max_steps=100", "validations=20")
+    finished = train_here(
+        f"data.corpus={text}",
+        "tokenizer=byte",
+        "tokenizer.vocab_size=null",
+        *settings,
+        "trainer.max_steps=100",
+        "validations=20",
+    )
     summary, checkpoints = finished.summary, finished.path / "checkpoints"
     best, last = (load_checkpoint(checkpoints / name) for name in ("best.ckpt", "last.ckpt"))
     assert best.step == summary["best_step"] < last.step == summary["steps"] == 100
@@ -207,7 +216,7 @@ def test_run_bounded_by_steps_takes_them_with_the_learning_rate_cooled(tiny_run,
 
 
 def test_run_bounded_by_epochs_takes_them_with_the_learning_rate_cooled(train_here, text_file, events):
-    finished = train_here("tokenizer=byte", "trainer.max_epochs=2")
+    finished = train_here("tokenizer=byte", "tokenizer.vocab_size=null", "trainer.max_epochs=2")
     num_tokens = round(0.9 * text_file.stat().st_size)
     batches = -(-((num_tokens - 16) // 16) // 4)
     assert finished.summary["steps"] == 2 * batches
@@ -281,8 +290,9 @@ def test_tiny_text_trains(train_here, tmp_path, text, tokenizer):
     path = tmp_path / "tiny.txt"
     path.write_text(text)
     finished = train_here(
-        f"data.corpus={path}", f"tokenizer={tokenizer}", "model.context_length=4", "trainer.max_steps=3"
-    )
+        f"data.corpus={path}", f"tokenizer={tokenizer}", "tokenizer.vocab_size=null", "model.context_length=4",
+        "trainer.max_steps=3",
+    )  # fmt: skip
     assert finished.returncode == 0, finished
     assert math.isfinite(finished.summary["val_bits_per_byte"])
 
@@ -308,7 +318,7 @@ def test_text_too_short_for_the_context_is_refused_with_what_works(refuse, tmp_p
     ],
 )
 def test_every_family_trains_with_every_optimizer_and_tokenizer(train_here, model, optimizer, tokenizer):
-    choices = (f"model={model}", f"optimizer={optimizer}", f"tokenizer={tokenizer}")
+    choices = (f"model={model}", f"optimizer={optimizer}", f"tokenizer={tokenizer}", "tokenizer.vocab_size=null")
     finished = train_here(*choices, "trainer.max_steps=3", "validations=1", "model.dropout=0.1")
     assert finished.returncode == 0 and finished.stderr == "", finished
     checkpoint = load_checkpoint(finished.path / "checkpoints/best.ckpt")

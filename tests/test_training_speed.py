@@ -1,9 +1,14 @@
 """The ceiling that a training step is held against is made of all of the step's products, and of nothing else."""
 
+import sys
+
 import pytest
 import torch
 
+from benchmarks import sampling, training_speed
 from benchmarks.training_speed import Case, hugging_face_step, our_step, products_of
+from configs.command_line import compose
+from configs.errors import UserError
 from model.config import GPTConfig, OptimizerConfig
 from model.cost import attention_flops, rest_flops
 
@@ -32,6 +37,16 @@ def test_a_product_makes_the_operations_it_says():
         summed_over = product.flops / (2 * result.numel())
         # widths; a head's and its context; the tokens of a batch, and of the two chunks of the output layer
         assert summed_over in {32, 96, 128, 50} | {16, 300} | {900, 512, 388}
+
+
+@pytest.mark.parametrize(
+    "main", [lambda: training_speed.main(compose("training_speed", [])), sampling.main], ids=["training", "sampling"]
+)
+def test_without_transformers_nothing_is_measured_and_one_line_says_how_to_get_it(main, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
+    with pytest.raises(UserError, match="pip install -r requirements-dev.txt"):
+        main()
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("make", [our_step, hugging_face_step])
