@@ -26,6 +26,7 @@ from benchmarks.workload import attention_pass, training_step
 from configs.command_line import compose, one_line_errors, refuse_other_endings
 from configs.errors import UserError
 from configs.schema import build
+from model.allocator import keep_freed_memory
 from model.config import GPTConfig, OptimizerConfig
 from model.cost import IMPLEMENTATIONS, attention_flops, crossing_by_flops, kept_bytes, score_matrix_bytes, step_flops
 from model.linear import Linear
@@ -124,6 +125,7 @@ def main(config: DictConfig) -> None:
     optimizer_config = build(OptimizerConfig, config.optimizer)
     device = pick_device(config.device)
     torch.manual_seed(config.seed)
+    keep_freed_memory()  # as train.py does
 
     c, threads = network_config, torch.get_num_threads()
     measured = Measured(c, device, threads, matmul_gflops_per_second(device))
