@@ -37,6 +37,7 @@ from model.checkpoint import NETWORK_PREFIX, gpt_entry
 from model.config import GPTConfig, SamplingConfig
 from model.generation import generate_batch
 from model.gpt import GPT
+from model.kept import Kept, KeptForMany
 from model.linear import Linear, packed, small_matrix
 from model.onednn import has_onednn, onednn_is_faster, onednn_product
 from model.writing import TextStream
@@ -131,6 +132,25 @@ def in_turn(runs: dict[str, tuple[Callable[[], None], int]], rounds: int = ROUND
     return {name: statistics.median(each) for name, each in speeds.items()}
 
 
+@torch.inference_mode()
+def attention_ms(config: GPTConfig, samples: int, filled: int) -> dict[str, float]:
+    """Milliseconds that all layers of a step look at `filled` tokens a sample, in either place for keys and values."""
+    H, D, ms = config.num_heads, config.head_dim, {}
+    heads = torch.randn(samples, 3 * H, D)  # (B, H + 2G, D)
+    for place in (Kept, KeptForMany):
+        layers = [place(heads, H, H, config.context_length) for _ in range(config.num_layers)]
+        for kept in layers:
+            kept.fill(*torch.randn(2, samples, H, filled, D))
+        times = []
+        for _ in range(20):
+            start = time.perf_counter()
+            for kept in layers:
+                kept.step(heads, filled - 1, filled)
+            times.append(1000 * (time.perf_counter() - start))
+        ms[place.__name__] = round(statistics.median(times), 2)
+    return ms
+
+
 def seconds_to_first_character(network: GPT) -> tuple[float, float]:
     """Of sample.py, from its start; and of a Python that imports torch and reads the same weights."""
     tokenizer = build_tokenizer(TokenizerConfig(kind="byte"), None, Path())
@@ -187,6 +207,10 @@ def main() -> None:
                 int(ids[0]) for ids, _ in generate_batch(decoder, [0], greedy, range(1))
             ]
             print(f"    {result['times_hugging_face']} times Hugging Face's; aimed at: 2.5; the same text: {same}\n")
+
+    result["attention_ms_64"] = ms = attention_ms(BABY, BATCH, BABY.context_length // 2)
+    print(f"{BATCH} at once, attention to {BABY.context_length // 2} tokens each: {ms['KeptForMany']:.1f} ms a step as "
+          f"sums of rows, {ms['Kept']:.1f} by PyTorch's fused attention\n")  # fmt: skip
 
     c = BABY.context_length
     spans = {"inside": (baby, 1, c), "past": (baby, c + 1, 3 * c + 1), "inside, context 8 times longer": (longer, 1, c),
