@@ -300,9 +300,9 @@ def conclusions(measured: Measured) -> str:
             g = measured.growth(name, part)
             if g is not None:
                 lines.append(
-                    f"  {what + ', ' + title(name):<34}  a = {with_error(g.a, g.a_error, '7.3f')} us   "
-                    f"b = {with_error(g.b, g.b_error, '7.3f', 1000)} ns   "
-                    f"p = {with_error(g.exponent, g.exponent_error, '.2f')} from {g.exponent_from:,}"
+                    f"  {what + ', ' + title(name):<34}  a = {with_error(g.a, g.a_error, 7, 3)} us   "
+                    f"b = {with_error(1000 * g.b, g.b_error and 1000 * g.b_error, 7, 3)} ns   "
+                    f"p = {with_error(g.exponent, g.exponent_error, 4, 2)} from {g.exponent_from:,}"
                 )
     lines += ["", "Attention of all layers takes as long as the rest of the step at a context of"]
     for name in names:
@@ -330,10 +330,9 @@ def conclusions(measured: Measured) -> str:
     return "\n".join(lines) + "\n"
 
 
-def with_error(value: float, error: float | None, form: str, times: float = 1) -> str:
+def with_error(value: float, error: float | None, width: int, digits: int) -> str:
     """A coefficient and, where there is one, its standard error."""
-    spread = "" if error is None else f" ± {times * error:.{form[-2:]}}"
-    return f"{times * value:{form}}{spread}"
+    return f"{value:{width}.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
 
 
 def formula_mb(measured: Measured, reading: Reading) -> float:

@@ -1,4 +1,4 @@
-"""On what a benchmark was run: a value of its JSON."""
+"""On what a benchmark was run: a value of its JSON; and how many of what, in words."""
 
 import os
 import platform

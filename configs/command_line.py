@@ -207,7 +207,7 @@ def explain(error: Exception, config_name: str) -> str:
             return f"{key} is {value}, but must be a list: {key}=[{value}]"
         return f"{match[1]} has a value of the wrong type: {cause}."
     if match := re.search(r"Ambiguous value for argument '([^']+)'", text):
-        key, _, value = match[1].partition("=")
+        key, _, value = match[1].lstrip("+").partition("=")
         if isinstance(default_config(config_name).get(key), list):
             return f"{key} is {value}, but must be a list: {key}=[{value}]"
         sweep = "add -m to sweep over them, or " if config_name == "train" else ""

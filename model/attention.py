@@ -192,7 +192,7 @@ def rope_tables(context_length: int, head_dim: int, base: float) -> tuple[Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns every pair of x (B, T, heads, D) by its angle; cos and sin are (T, D). Of one token all without T."""
+    """Turns every pair of x (B, T, heads, D) by its angle; cos and sin are (T, D). All also without T."""
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # (T, 1, D)
     swapped = x.roll(x.size(-1) // 2, dims=-1)  # each entry's partner, (B, T, heads, D)
     return torch.addcmul(x * cos, swapped, sin)

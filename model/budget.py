@@ -2,7 +2,8 @@
 
     budget=5m  ->  seconds left to train x FLOP/s  ->  a row of RECIPES  ->  keys of the config
 
-What is given, on the command line or in a file that it chooses, stays as it is given.
+What is given, on the command line or in a file that it chooses, stays as it is given; `validations` on the command
+line alone.
 """
 
 import math

@@ -69,7 +69,7 @@ class Layer:
             qk = heads.narrow(1, 0, H + G)  # (B, H + G, D)
             qk.copy_(self.attention.norm_and_rotate(qk, rope))
         gathered = self.kept.step(heads, position % self.slots, min(position + 1, self.slots))
-        x = self.out_proj(gathered.reshape_as(x)).add_(x)
+        x = self.out_proj(gathered.reshape_as(x)).add_(x)  # (B, C) or (C,)
         return self.mlp(self.mlp_norm(x)).add_(x)
 
     def expand(self, samples: int) -> None:
@@ -87,7 +87,7 @@ class Layer:
 class Decoder:
     """Logits of the next token, for sequences that grow by a token at a time.
 
-    Use it in torch.inference_mode(), and only as long as the network's weights stay as they are.
+    Use it in torch.inference_mode(), not under autocast, and only as long as the network's weights stay as they are.
     """
 
     def __init__(self, network: GPT):
@@ -103,7 +103,7 @@ class Decoder:
     def hold(self, ids: Tensor) -> None:
         """Takes this as the place of the tokens in view and those to come, (B, context_length)."""
         self.ids, self.at_place = ids, ids.unbind(1)  # for each place a view (B,)
-        self.none = torch.full_like(self.at_place[0], -1)  # what stands before the first
+        self.before_first = torch.full_like(self.at_place[0], -1)  # no token, (B,)
 
     @property
     def seen(self) -> Tensor:
@@ -132,13 +132,13 @@ class Decoder:
             return self.prefill(torch.cat([kept, ids[:, None]], dim=1))
         self.at_place[position].copy_(ids)
         self.length += 1
-        before = self.at_place[position - 1] if position else self.none  # (B,)
+        before = self.at_place[position - 1] if position else self.before_first  # (B,)
         x, rope = self.network.embed(ids, position, before)  # (B, C)
         if x.size(0) == 1:
             x = x.view(-1)  # (C,): a matrix times a vector takes less than times a matrix of one column
         for layer in self.layers:
             x = layer.step(x, rope, position)
-        return self.network.logits(x).view(-1, self.vocab_size)
+        return self.network.logits(x).view(-1, self.vocab_size)  # (B, vocab_size)
 
     def expand(self, samples: int) -> None:
         """One sequence becomes `samples` equal ones, which may then differ."""

@@ -69,7 +69,7 @@ class SquaredReLU(torch.autograd.Function):
 
 
 class MLP(nn.Module):
-    """Widens every token on its own, bends, narrows again: (B, T, C) -> (B, T, C)."""
+    """Widens every token on its own, bends, narrows again: (..., C) -> (..., C)."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -189,7 +189,7 @@ class GPT(nn.Module):
             (B, T, C) or (B, C), and RoPE's tables, (T, D) or (D,) each, if it has them.
         """
         places = slice(ids.size(1)) if place is None else place
-        x = self.token_embedding(ids)  # (B, T, C), here and below or (B, C)
+        x = self.token_embedding(ids)  # (B, T, C) or (B, C), as all below
         if self.bigram_embedding is not None:
             x = x + self.bigram_embedding(ids, before)
         if self.config.positions == "learned":
@@ -200,7 +200,7 @@ class GPT(nn.Module):
         return self.dropout(self.embedding_norm(x)), rope
 
     def logits(self, x: Tensor) -> Tensor:
-        """The stream leaving the last block (B, T, C) -> (B, T, vocab_size)."""
+        """The stream leaving the last block (..., C) -> (..., vocab_size)."""
         logits = self.output(self.final_norm(x))
         cap = self.config.logit_soft_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -1,7 +1,7 @@
-"""Where the keys and values of earlier tokens are kept, and how the newest token looks at them.
+"""Places where the keys and values of earlier tokens are kept, and where the newest token looks at them.
 
-Both places have a fixed shape and are written in place, a slot a token. Letters as in model/attention.py; R = H / G
-query heads share a key head.
+A place has a fixed shape and is written in place, a slot a token; S slots are in use. Other letters as in
+model/attention.py; R = H / G query heads share a key head.
 """
 
 from functools import lru_cache
@@ -14,35 +14,29 @@ BLOCK = 32  # slots whose keys lie transposed side by side
 
 
 def place_for(x: Tensor, H: int, G: int, slots: int) -> "Kept":
-    """The faster place for keys and values of tokens like x, (B, ..., D), with H query heads."""
-    many = x.size(0) > 1 and x.device.type == "cpu" and x.dtype == torch.float32
+    """The best place for tokens like x, (B, ..., D), with H query heads and G key heads, of which `slots` are kept."""
+    if x.size(0) == 1:
+        return (KeptWithQueries if H == G else Kept)(x, H, G, slots)
+    many = x.device.type == "cpu" and x.dtype == torch.float32
     return (KeptForMany if many else Kept)(x, H, G, slots)
 
 
 class Kept:
-    """For PyTorch's fused attention.
-
-    Queries are kept as well, which nobody needs later. But so all that `in_proj` makes of a token is put away by one
-    operator, and operators are what a small model's step is made of.
-
-    Args:
-        x: like what will be kept, (B, ..., D).
-        H, G: query heads and key heads.
-        slots: tokens to be kept.
-    """
+    """For PyTorch's fused attention. The arguments are those of `place_for`."""
 
     def __init__(self, x: Tensor, H: int, G: int, slots: int):
-        B, D = x.size(0), x.size(-1)
-        self.slots, self.like = slots, (B, x.dtype, x.device)
-        kept = x.new_empty(B, H + 2 * G, slots, D)  # [H queries | G keys | G values]
-        queries, self.keys, self.values = kept.split([H, G, G], 1)
-        self.in_slot = kept.unbind(2)  # for each slot a view (B, H + 2G, D)
-        # Query heads that share a key head can pass for its queries: there is no mask, all that is kept may be seen.
-        self.query_in_slot = queries.unflatten(1, (G, H // G)).unbind(3)  # (B, G, R, D)
+        self.H, self.G, self.slots = H, G, slots
+        self.fitting = (x.size(0), x.dtype, x.device)
+        self._allocate(x, x.size(0), x.size(-1))
+
+    def _allocate(self, x: Tensor, B: int, D: int) -> None:
+        kept = x.new_empty(B, 2 * self.G, self.slots, D)  # [G keys | G values]
+        self.keys, self.values = kept.split(self.G, 1)  # (B, G, slots, D) each
+        self.in_slot = kept.unbind(2)  # for each slot a view (B, 2G, D)
 
     def fits(self, x: Tensor) -> bool:
         """Whether tokens like these, (B, ..., D), can be kept here."""
-        return self.like == (x.size(0), x.dtype, x.device)
+        return self.fitting == (x.size(0), x.dtype, x.device)
 
     def fill(self, k: Tensor, v: Tensor) -> None:
         """Keeps the last of T tokens, (B, G, T, D): token t in slot t % slots."""
@@ -60,14 +54,38 @@ class Kept:
 
         Args:
             heads: (B, H + 2G, D), [queries | keys | values].
-            filled: slots in use, this one among them.
+            filled: S, this token among them.
 
         Returns:
             (B, G, R, D), the same as (B, H, D).
         """
+        H, G = self.H, self.G
+        self.in_slot[slot].copy_(heads.narrow(1, H, 2 * G))
+        # Query heads that share a key head can pass for its queries: there is no mask, all that is kept may be seen.
+        return self._look(heads.narrow(1, 0, H).view(-1, G, H // G, heads.size(-1)), filled)
+
+    def _look(self, q: Tensor, filled: int) -> Tensor:
+        keys, values = self.keys.narrow(2, 0, filled), self.values.narrow(2, 0, filled)  # (B, G, S, D)
+        return F.scaled_dot_product_attention(q, keys, values)
+
+
+class KeptWithQueries(Kept):
+    """Keeps queries as well, which nobody needs later, and takes half as much memory again.
+
+    But so all that `in_proj` makes of a token is put away by one operator, and operators are what a small model's step
+    is made of.
+    """
+
+    def _allocate(self, x: Tensor, B: int, D: int) -> None:
+        kept = x.new_empty(B, 3 * self.G, self.slots, D)  # [H queries | H keys | H values]
+        queries, self.keys, self.values = kept.split(self.G, 1)
+        self.in_slot = kept.unbind(2)  # for each slot a view (B, 3H, D)
+        self.query_in_slot = queries.unsqueeze(3).unbind(2)  # (B, H, 1, D)
+
+    def step(self, heads: Tensor, slot: int, filled: int) -> Tensor:
+        """As above -> (B, H, 1, D)."""
         self.in_slot[slot].copy_(heads)
-        keys, values = self.keys.narrow(2, 0, filled), self.values.narrow(2, 0, filled)
-        return F.scaled_dot_product_attention(self.query_in_slot[slot], keys, values)
+        return self._look(self.query_in_slot[slot], filled)
 
 
 class KeptForMany(Kept):
@@ -78,11 +96,9 @@ class KeptForMany(Kept):
     read, which PyTorch's products and its fused attention miss by half.
     """
 
-    def __init__(self, x: Tensor, H: int, G: int, slots: int):
-        B, D = x.size(0), x.size(-1)
-        self.num_heads, self.slots, self.like = H, slots, (B, x.dtype, x.device)
-        self.keys = x.new_empty(B, G, -(-slots // BLOCK), D, BLOCK)
-        self.values = x.new_empty(B, G, slots, D)
+    def _allocate(self, x: Tensor, B: int, D: int) -> None:
+        self.keys = x.new_empty(B, self.G, -(-self.slots // BLOCK), D, BLOCK)
+        self.values = x.new_empty(B, self.G, self.slots, D)
 
     def _put(self, k: Tensor, v: Tensor) -> None:
         blocks = F.pad(k.mT, (0, -k.size(2) % BLOCK)).unflatten(3, (-1, BLOCK))  # (B, G, D, blocks, BLOCK)
@@ -92,24 +108,25 @@ class KeptForMany(Kept):
     def step(self, heads: Tensor, slot: int, filled: int) -> Tensor:
         """As above -> (B, H, D)."""
         B, G, blocks, D, _ = self.keys.shape
-        H = self.num_heads
+        H = self.H
         q, k, v = heads.split([H, G, G], 1)  # (B, H or G, D)
         self.keys[:, :, slot // BLOCK, :, slot % BLOCK] = k
         self.values[:, :, slot] = v
         used = -(-filled // BLOCK)
         q = q.mul(D**-0.5).unsqueeze(2).expand(-1, -1, used, -1).reshape(-1, D)  # (B H used, D): once for each block
-        scores = weighted_sums(self.keys, rows(B, H, G, blocks * D, used * D).view(-1, D), q)  # (B H used, BLOCK)
+        key_rows = rows(B, H, G, blocks * D, used * D).view(-1, D)  # (B H used, D)
+        scores = weighted_sums(self.keys, key_rows, q)  # (B H used, BLOCK)
         weights = scores.view(B * H, -1).narrow(1, 0, filled).softmax(-1)  # (B H, S)
         return weighted_sums(self.values, rows(B, H, G, self.slots, filled), weights).view(B, H, D)
 
 
-def weighted_sums(table: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-    """For each line of row numbers (N, S) and weights (N, S) the weighted sum of a table's rows (..., D) -> (N, D)."""
-    return F.embedding_bag(rows, table.view(-1, table.size(-1)), per_sample_weights=weights, mode="sum")
+def weighted_sums(table: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+    """Of a table's rows (..., D), for each line of row numbers (N, S) and weights (N, S) the weighted sum: (N, D)."""
+    return F.embedding_bag(numbers, table.view(-1, table.size(-1)), per_sample_weights=weights, mode="sum")
 
 
 @lru_cache(maxsize=4)  # the same for all layers of a step
 def rows(B: int, H: int, G: int, length: int, used: int) -> Tensor:
     """Numbers of the first `used` of `length` rows that each of G heads has in a table, for H heads: (B H, used)."""
     head = torch.arange(B)[:, None] * G + torch.arange(G).repeat_interleave(H // G)  # (B, H)
-    return head.view(-1, 1) * length + torch.arange(used)
+    return head.view(-1, 1) * length + torch.arange(used)  # (B H, used)

@@ -29,7 +29,7 @@ class SweepCurves(Callback):
                 for name in CURVES:
                     writer.add_scalar(f"by_context_length/{name}", summary[name], length)
         print(table(by_length))
-        print(f"\nas curves, run by_context_length:    {tensorboard_command(sweep_dir)}")
+        print(f"\nas curves, in TensorBoard's run by_context_length:    {tensorboard_command(sweep_dir)}")
 
 
 def table(by_length: dict[int, dict[str, Any]]) -> str:

@@ -53,13 +53,13 @@ def write(
         samples = [Sample(index) for index in together]
         streams = [TextStream(checkpoint.tokenizer, config.stops) for _ in together]
         for step, (new_ids, logits) in enumerate(generate_batch(decoder, ids, config, together), 1):
-            found = log_probabilities(logits, new_ids).tolist() if logprobs else [None] * len(samples)
+            # For each sample a list of one, or of none.
+            found = log_probabilities(logits, new_ids).unsqueeze(1).tolist() if logprobs else [[]] * len(samples)
             for sample, stream, token, logprob in zip(samples, streams, new_ids.tolist(), found, strict=True):
                 if sample.finish is not None:
                     continue
                 sample.tokens.append(token)
-                if logprobs:
-                    sample.logprobs.append(logprob)
+                sample.logprobs += logprob
                 piece = stream.push(token)
                 if step == config.max_new_tokens and not stream.stopped:
                     piece += stream.flush()

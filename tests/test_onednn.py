@@ -8,7 +8,9 @@ from torch import library
 import model.onednn
 import model.optimizer
 from model.attention import fused_attention, written_out_attention
-from model.linear import Linear, linear
+from model.config import GPTConfig
+from model.gpt import GPT
+from model.linear import SMALL, SMALL_FROM_MEMORY, Linear, linear, packed, small_matrix
 from model.onednn import prefer_onednn, short_attention
 from model.optimizer import MuonAdamW, orthogonalise
 
@@ -69,6 +71,21 @@ def test_compiled_it_is_one_graph_with_the_same_output_and_gradients(onednn):
         torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(theirs, inputs, grad), strict=True
     ):
         torch.testing.assert_close(our_grad, their_grad, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("small", [0, 1 << 30], ids=["oneDNN alone", "a vector through PyTorch's product"])
+@pytest.mark.parametrize("shape", [(16,), (1, 16), (3, 16), (2, 3, 16)])
+def test_layer_laid_out_once_computes_the_same(onednn, small, bias, shape):
+    torch.manual_seed(0)
+    layer, x = Linear(16, 24, bias=bias), torch.randn(shape)
+    with torch.inference_mode():
+        torch.testing.assert_close(packed(layer, small)(x), F.linear(x, layer.weight, layer.bias), atol=1e-6, rtol=1e-5)
+
+
+def test_fewer_matrices_are_small_where_the_network_exceeds_the_cache():
+    assert small_matrix(GPT(GPTConfig(vocab_size=2048, num_layers=2))) == SMALL
+    assert small_matrix(GPT(GPTConfig(vocab_size=2048, num_layers=8, d_model=384, num_heads=6))) == SMALL_FROM_MEMORY
 
 
 def test_what_the_compiler_is_told_of_it_is_true(onednn):
