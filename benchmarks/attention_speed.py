@@ -23,7 +23,6 @@ from benchmarks.memory_of import measure_memory
 from benchmarks.workload import attention_pass
 from configs.command_line import compose, one_line_errors
 from configs.errors import UserError
-from model.allocator import keep_freed_memory
 from model.config import GPTConfig
 from model.flex_attention import BLOCK, flex_works
 from sample import pick_device
@@ -115,7 +114,6 @@ def main(config: DictConfig) -> None:
             f"that divide tokens_per_batch, {tokens}."
         )
     c = comparison_on(pick_device(config.device), tokens)
-    keep_freed_memory()  # as train.py does
     on_cuda, width = c.device.startswith("cuda"), 12 * len(c.names) + 2
     print(f"forward and backward of {tokens:,} tokens, {SHAPE.num_heads} heads of {SHAPE.head_dim}, window {WINDOW}; "
           f"{str(c.dtype).removeprefix('torch.')} on {c.device}, {counted(torch.get_num_threads(), 'thread')}; "
