@@ -3,7 +3,7 @@
     python -m benchmarks.sampling
 
 Random weights of GPT-2's shape, in float32 on the CPU. All sides take turns, a round each; a figure is the median over
-the rounds, after one to warm up. The last line is JSON.
+the rounds, the shorter the more of them, after one to warm up. The last line is JSON.
 
     products   every matrix of the network times one column a sample, and nothing else: by PyTorch's own product,
                by oneDNN, and by oneDNN with the matrices laid out for it once. The fastest is the limit.
@@ -44,7 +44,7 @@ from model.writing import TextStream
 
 BABY = GPTConfig(vocab_size=65, num_layers=6, num_heads=6, d_model=384, context_length=256)
 SMALL = GPTConfig(vocab_size=1024)
-ROUNDS, BATCH = 5, 64
+ROUNDS, BATCH = 7, 64
 FILTERS = SamplingConfig(temperature=0.8, top_k=40, top_p=0.9, min_p=0.02, repetition_penalty=1.1)
 PROJECT = Path(__file__).parents[1]
 
@@ -183,7 +183,7 @@ def main() -> None:
     new = BABY.context_length - 1
     greedy = SamplingConfig(max_new_tokens=new, temperature=0)
     print(f"{baby.num_parameters():,} parameters, context {BABY.context_length}, "
-          f"{counted(torch.get_num_threads(), 'thread')}; median of {ROUNDS} rounds in turn\n")  # fmt: skip
+          f"{counted(torch.get_num_threads(), 'thread')}; median of {ROUNDS} rounds or more in turn\n")  # fmt: skip
     result = {"benchmark": "sampling", "machine": machine(), "threads": torch.get_num_threads()}
 
     theirs, decoder = hugging_face(baby), Decoder(baby)
@@ -216,7 +216,7 @@ def main() -> None:
     spans = {"inside": (baby, 1, c), "past": (baby, c + 1, 3 * c + 1), "inside, context 8 times longer": (longer, 1, c),
              "up to that context": (longer, 1, 8 * c), "past that": (longer, 8 * c + 1, 12 * c + 1)}  # fmt: skip
     times = {name: [] for name in spans}
-    for turn in range(3):
+    for turn in range(5):
         for name, span in spans.items():
             seconds = step_seconds(*span)
             times[name] += [1000 * seconds] * bool(turn)
@@ -227,7 +227,9 @@ def main() -> None:
     result["step_ms"] = {name: round(value, 3) for name, value in ms.items()}
 
     drawn = replace(FILTERS, max_new_tokens=new)
-    speeds = in_turn({"bare": (partial(write, decoder, 1, greedy), new), "all": (partial(stream, decoder, drawn), new)})
+    speeds = in_turn(
+        {"bare": (partial(write, decoder, 1, greedy), new), "all": (partial(stream, decoder, drawn), new)}, 3 * ROUNDS
+    )
     result["cost_of_filters_and_streaming"] = round(speeds["bare"] / speeds["all"] - 1, 3)
     print(
         f"\nall filters, drawing and streaming add "
@@ -237,7 +239,8 @@ def main() -> None:
     new, theirs = SMALL.context_length - 1, hugging_face(small)
     config = replace(greedy, max_new_tokens=new)
     speeds = in_turn(
-        {"ours": (partial(write, Decoder(small), 1, config), new), "theirs": (partial(hf_write, theirs, new), new)}
+        {"ours": (partial(write, Decoder(small), 1, config), new), "theirs": (partial(hf_write, theirs, new), new)},
+        10 * ROUNDS,  # they are short
     )
     result["small_times_hugging_face"] = round(speeds["ours"] / speeds["theirs"], 2)
     print(f"a small GPT-2, {small.num_parameters():,} parameters: {speeds['ours']:,.0f} tokens/s, "

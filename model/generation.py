@@ -95,8 +95,8 @@ def least_kept(probs: Tensor, config: SamplingConfig) -> Tensor:
     least = ordered[..., -1:]
     if config.top_p is not None and config.top_p < 1:  # nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751
         sums = ordered.cumsum(-1)
-        dropped = sums - ordered >= config.top_p * sums[..., -1:]  # all likelier ones make up top_p already
-        least = ordered.masked_fill(dropped, 1).amin(-1, keepdim=True)
+        last = torch.searchsorted(sums, config.top_p * sums[..., -1:])  # (..., 1): the one that makes up top_p
+        least = ordered.gather(-1, last)
     if config.min_p:  # Nguyen et al. 2024, arXiv:2407.01082
         least = torch.maximum(least, config.min_p * ordered[..., :1])
     return least
@@ -107,10 +107,8 @@ def penalized(logits: Tensor, config: SamplingConfig, seen: Tensor | None) -> Te
     penalty = config.repetition_penalty
     if penalty == 1 or seen is None:
         return logits
-    found = logits.gather(-1, seen)  # (..., T)
-    # Divided where positive, multiplied where negative: above 1 that is the smaller of the two, below the larger.
-    changed = (torch.minimum if penalty > 1 else torch.maximum)(found * penalty, found / penalty)
-    return logits.scatter(-1, seen, changed)
+    found = logits.gather(-1, seen) / penalty  # (..., T)
+    return logits.scatter(-1, seen, F.leaky_relu(found, penalty**2))  # divided where positive, multiplied elsewhere
 
 
 @torch.inference_mode()
