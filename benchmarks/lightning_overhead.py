@@ -32,7 +32,7 @@ from model.keeping import StopOnSignal
 from model.optimizer import build_optimizer, lr_factor
 from model.trainer import resolve
 
-WARMUP_STEPS, ROUNDS = 20, 5
+WARMUP_STEPS, ROUNDS = 20, 15
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Model:
 
 
 SMALL = ("model.num_layers=1", "model.num_heads=2", "model.d_model=64", "data.batch_size=8")
-MODELS = (Model("default", (), 150, 1.03), Model("small", SMALL, 600, 1.12))
+MODELS = (Model("default", (), 75, 1.03), Model("small", SMALL, 300, 1.12))
 
 
 def by_hand(config: DictConfig, data: TextData, steps: int) -> float:

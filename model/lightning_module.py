@@ -2,7 +2,8 @@
 
 import inspect
 import math
-import random
+from hashlib import blake2b
+from typing import Any
 
 import lightning.pytorch as pl
 import tiktoken
@@ -39,24 +40,30 @@ class GPTLightning(pl.LightningModule):
 
     def __setattr__(self, name: str, value: object) -> None:
         """Sets an attribute. Lightning notes some forty times a step which hook it is in; nn.Module is slow at that."""
-        plain = name == "_current_fx_name"
+        plain = name in ("_current_fx_name", "_progress", "last_loss")
         object.__setattr__(self, name, value) if plain else super().__setattr__(name, value)
 
     # Training
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """The batch on the device: as it is, where it is there already. Lightning would still look into it."""
+        there = isinstance(batch, Tensor) and batch.device == device
+        return batch if there else super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
         """Learning rates follow the share of the run that is over.
 
         Set here, not by a scheduler: that asks for each group anew, in further hooks of Lightning's, at every step.
         """
-        factor = lr_factor(run_progress(self.trainer), self.optimizer_config)
+        factor = lr_factor(self._progress, self.optimizer_config)
         for group, peak in zip(self.trainer.optimizers[0].param_groups, self.peak_lrs, strict=True):
             group["lr"] = peak * factor
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """batch (B, T + 1) of token ids -> mean loss in nats per token."""
         if self.network.config.drops:  # what is dropped depends on (seed, step, rank) alone
-            self.seed_device(random.Random(f"{self.seed} {self.batches_done} {self.global_rank}").getrandbits(63))
+            place = f"{self.seed} {self.batches_done} {self.global_rank}"
+            self.seed_device(int.from_bytes(blake2b(place.encode(), digest_size=7).digest(), "big"))
         inputs, targets = batch[:, :-1], batch[:, 1:]  # (B, T) each: every token predicts the next one
         loss = self.network.loss(inputs, targets)
         self.last_loss = loss.detach()
@@ -88,7 +95,11 @@ class GPTLightning(pl.LightningModule):
 
     def on_train_batch_end(self, *args) -> None:
         """Ends the run where its bound is reached, after one more validation: the last weights count too."""
-        if run_progress(self.trainer) >= 1:
+        self._follow_progress()
+
+    def _follow_progress(self) -> None:
+        self._progress = run_progress(self.trainer)
+        if self._progress >= 1:
             self.trainer.should_stop = True
 
     @property
@@ -140,8 +151,7 @@ class GPTLightning(pl.LightningModule):
         """For a resumed run, which got its state back: the optimiser's settings are the config's; it may be over."""
         for group, settings in zip(self.optimizers().param_groups, self._settings, strict=True):
             group.update(settings)
-        if run_progress(self.trainer) >= 1:
-            self.trainer.should_stop = True
+        self._follow_progress()
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer, optimizer_closure=None) -> None:
         """The step, and then the gradients go: Lightning would hold their memory until the next backward pass."""
