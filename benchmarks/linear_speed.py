@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.machine import machine
-from model.onednn import has_onednn, onednn_is_faster, onednn_product
+from model.onednn import has_onednn, onednn_is_faster, onednn_linear
 
 TOKENS = 24 * 64  # a batch of the default run
 SHAPES = {"attention in": (128, 384), "attention out": (128, 128), "mlp up": (128, 512), "mlp down": (512, 128)}
@@ -38,7 +38,7 @@ def main() -> None:
         x = torch.randn(TOKENS, inputs, requires_grad=True)
         weight = torch.randn(outputs, inputs, requires_grad=True)
         grad = torch.randn(TOKENS, outputs)
-        times = [(step_ms(F.linear, x, weight, grad), step_ms(onednn_product, x, weight, grad)) for _ in range(ROUNDS)]
+        times = [(step_ms(F.linear, x, weight, grad), step_ms(onednn_linear, x, weight, grad)) for _ in range(ROUNDS)]
         theirs, ours = (statistics.median(side) for side in zip(*times[WARMUP:], strict=True))
         totals = [totals[0] + theirs, totals[1] + ours]
         speeds = [3 * 2 * TOKENS * inputs * outputs / ms / 1e6 for ms in (theirs, ours)]

@@ -39,7 +39,7 @@ from model.generation import generate_batch
 from model.gpt import GPT
 from model.kept import Kept, KeptForMany
 from model.linear import Linear, packed, small_matrix
-from model.onednn import has_onednn, onednn_is_faster, onednn_product
+from model.onednn import has_onednn, onednn_is_faster, onednn_linear
 from model.writing import TextStream
 
 BABY = GPTConfig(vocab_size=65, num_layers=6, num_heads=6, d_model=384, context_length=256)
@@ -54,7 +54,7 @@ def products(network: GPT, samples: int) -> dict[str, Callable[[], None]]:
     layers = [layer for layer in network.modules() if isinstance(layer, Linear)]
     ways = {"PyTorch's product": [partial(F.linear, weight=layer.weight) for layer in layers]}
     if has_onednn():
-        ways["oneDNN"] = [partial(onednn_product, weight=layer.weight) for layer in layers]
+        ways["oneDNN"] = [partial(onednn_linear, weight=layer.weight) for layer in layers]
     if onednn_is_faster():
         ways["oneDNN, laid out"] = [packed(layer, small_matrix(network)) for layer in layers]
     shape = [samples] if samples > 1 else []  # a single token's vector has one dimension, as in the decoder

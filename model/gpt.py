@@ -11,8 +11,8 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from model.activation import gelu, squared_relu
 from model.attention import MultiHeadAttention, rope_tables
 from model.config import GPTConfig
 from model.dropout import Dropout
@@ -52,22 +52,6 @@ class BigramEmbedding(nn.Embedding):
         return F.dropout1d(vectors, self.dropout, self.training)  # drops whole vectors
 
 
-class SquaredReLU(torch.autograd.Function):
-    """relu(x)^2 (Primer, So et al. 2021, arXiv:2109.08668) with a derivative of two operators instead of five."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        positive = x.relu()
-        ctx.save_for_backward(positive)
-        return positive * positive
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor) -> Tensor:
-        (positive,) = ctx.saved_tensors
-        return (grad * positive).mul_(2)
-
-
 class MLP(nn.Module):
     """Widens every token on its own, bends, narrows again: (..., C) -> (..., C)."""
 
@@ -81,9 +65,9 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)  # (B, T, mlp_width), twice as wide for swiglu
         if self.kind == "gelu":
-            h = F.gelu(h, approximate="tanh")
+            h = gelu(h)
         elif self.kind == "relu2":
-            h = SquaredReLU.apply(h) if h.requires_grad else F.relu(h).square()
+            h = squared_relu(h)
         else:  # SwiGLU, arXiv:2002.05202
             gate, value = h.chunk(2, dim=-1)  # (B, T, mlp_width) each
             h = F.silu(gate) * value

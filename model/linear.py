@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from model.bfloat16 import bfloat16_product, made_in_bfloat16
 from model.norm import RMSNorm
-from model.onednn import goes_through_onednn, onednn_product, pack, packed_product
+from model.onednn import goes_through_onednn, onednn_linear, pack, packed_product
 
 
 class Linear(nn.Linear):
@@ -25,11 +25,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear: x W^T + b, (..., I) -> (..., O), for W (O, I)."""
     if made_in_bfloat16(x, weight):
         y = bfloat16_product(x, weight)
-    elif goes_through_onednn(x, weight):
-        y = onednn_product(x, weight)
-    else:
-        return F.linear(x, weight, bias)
-    return y if bias is None else y + bias
+        return y if bias is None else y + bias
+    return (onednn_linear if goes_through_onednn(x, weight) else F.linear)(x, weight, bias)
 
 
 # One vector through a matrix of at most so many numbers is faster in PyTorch's own product, since oneDNN takes 10 us to

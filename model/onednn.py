@@ -50,23 +50,27 @@ def goes_through_onednn(x: Tensor, other: Tensor) -> bool:
     return on_cpu and plain_float32 and onednn_is_faster()
 
 
-def onednn_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T, differentiable once: x (..., I), W (O, I) -> (..., O), float32."""
-    return _compiled_product(x, weight) if torch.compiler.is_compiling() else _Product.apply(x, weight)
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b, differentiable once: x (..., I), W (O, I) -> (..., O), float32."""
+    if torch.compiler.is_compiling():
+        y = _compiled_product(x, weight)
+        return y if bias is None else y + bias
+    return _Linear.apply(x, weight, bias)
 
 
-class _Product(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return raw_onednn_product(x, weight)
+        return raw_onednn_product(x, weight, bias)
 
     @staticmethod
     @once_differentiable  # a second time would leave the raw product out, without a word
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         grad_x = raw_onednn_product(grad, weight.t()) if ctx.needs_input_grad[0] else None  # (..., I)
-        return grad_x, _weight_gradient(grad, x) if ctx.needs_input_grad[1] else None
+        grad_weight = _weight_gradient(grad, x) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, grad.reshape(-1, grad.size(-1)).sum(0) if ctx.needs_input_grad[2] else None
 
 
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
@@ -95,9 +99,9 @@ _compiled_product.register_autograd(
 )
 
 
-def raw_onednn_product(a: Tensor, b: Tensor) -> Tensor:
-    """a (..., K) times b^T, with b (M, K) -> (..., M). Not differentiable."""
-    return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+def raw_onednn_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """a (..., K) times b^T, with b (M, K), plus bias (M,) -> (..., M). Not differentiable."""
+    return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -130,12 +134,16 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Te
 
 
 class _ShortAttention(torch.autograd.Function):
+    """What is as large as the weights is written over where it can be: new memory costs more."""
+
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         T, ctx.scale = q.size(1), q.size(2) ** -0.5
+        q = q * ctx.scale
         future = q.new_full((T, T), -math.inf).triu(1)
         with prefer_onednn():
-            weights = torch.baddbmm(future, q, k.mT, alpha=ctx.scale).softmax(-1)  # (B H, T, T)
+            scores = torch.baddbmm(future, q, k.mT)  # (B H, T, T)
+            weights = torch.softmax(scores, -1, out=scores)
             factors = dropout_factors(weights, dropout) if dropout else None
             kept = weights * factors if dropout else weights
             ctx.save_for_backward(q, k, v, weights, kept, factors)
@@ -147,12 +155,11 @@ class _ShortAttention(torch.autograd.Function):
         q, k, v, weights, kept, factors = ctx.saved_tensors
         with prefer_onednn():
             grad_v = kept.mT @ grad  # (B H, T, D)
-            grad_weights = grad @ v.mT  # (B H, T, T)
+            grads = grad @ v.mT  # of the weights, (B H, T, T)
             if factors is not None:
-                grad_weights *= factors
-            grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, weights.dtype)  # (B H, T, T)
-            grad_scores *= ctx.scale
-            return grad_scores @ k, grad_scores.mT @ q, grad_v, None
+                grads *= factors
+            torch.ops.aten._softmax_backward_data.out(grads, weights, -1, weights.dtype, grad_input=grads)
+            return (grads @ k).mul_(ctx.scale), grads.mT @ q, grad_v, None  # `grads` now of the scores, `q` scaled
 
 
 def onednn_attention(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:

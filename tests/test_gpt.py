@@ -19,7 +19,7 @@ from data.config import TokenizerConfig
 from data.corpus import Corpus, find_files
 from data.tokenizer import build_tokenizer, encode
 from model.config import GPTConfig
-from model.gpt import GPT, BigramEmbedding, SquaredReLU
+from model.gpt import GPT, BigramEmbedding
 
 FAMILIES = ("gpt2", "llama", "nanochat", "tiny")
 TINY = {"vocab_size": 50, "context_length": 12, "num_layers": 3, "num_heads": 4, "d_model": 32}
@@ -322,32 +322,6 @@ def test_compiled_network_is_what_the_loss_goes_through(name):
     torch.manual_seed(0)
     assert_close(gpt.loss(ids, ids.flip(1)), expected, atol=1e-5, rtol=1e-5)
     assert len(calls) == 1  # all of the network in one graph
-
-
-# Squared ReLU
-
-
-def test_squared_relu_and_its_gradient_are_those_written_out():
-    x = torch.cat([torch.randn(400) * 10, torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1e15])]).requires_grad_()
-    ours, expected = SquaredReLU.apply(x), F.relu(x).square()
-    assert torch.equal(ours, expected)
-    upstream = torch.randn_like(x)
-    assert torch.equal(*(torch.autograd.grad(y, x, upstream)[0] for y in (ours, expected)))
-    exact = torch.randn(3, 7, dtype=torch.float64).requires_grad_()
-    assert torch.autograd.gradcheck(SquaredReLU.apply, exact)
-
-
-def test_second_derivative_of_squared_relu_is_refused_and_not_wrong():
-    x = torch.randn(5, requires_grad=True)
-    (gradient,) = torch.autograd.grad(SquaredReLU.apply(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        gradient.sum().backward()
-
-
-def test_squared_relu_compiles():
-    x = torch.randn(5, 3, requires_grad=True)
-    compiled = torch.compile(SquaredReLU.apply, backend="aot_eager", fullgraph=True)
-    assert_close(torch.autograd.grad(compiled(x).sum(), x)[0], 2 * x.detach().relu())
 
 
 # Bigrams
