@@ -6,6 +6,8 @@ events, the config and summary.json. A run that was stopped goes on with resume=
 
 from __future__ import annotations
 
+import configs.ctrl_c  # noqa: F401  # isort: skip -- first: Ctrl-C may come during the other imports
+
 import json
 import logging
 import math

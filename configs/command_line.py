@@ -158,16 +158,13 @@ def one_line_errors(config_name: str) -> Iterator[None]:
 
 @contextmanager
 def quiet_end() -> Iterator[None]:
-    """Ctrl-C ends the process with exit code 130, a reader that has had enough of its output with 0; both silently.
+    """A reader that has had enough of the output ends the process silently, with exit code 0.
 
     Where the output cannot be written, because its disk is full, one line says so.
     """
     try:
         yield
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        print()
-        sys.exit(130)
     except BrokenPipeError:
         write_nowhere(sys.stdout, sys.stderr)
         sys.exit(0)

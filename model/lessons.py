@@ -3,6 +3,8 @@
 python -m model.lessons [lengths=[256,1024] num_layers=6 num_heads=6]
 """
 
+import configs.ctrl_c  # noqa: F401  # isort: skip -- first: Ctrl-C may come during the other imports
+
 import statistics
 import sys
 import time

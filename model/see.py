@@ -3,6 +3,8 @@
 Always as a table in the terminal; with png=FILE as a picture, with html=FILE as a page to point at tokens in.
 """
 
+import configs.ctrl_c  # noqa: F401  # isort: skip -- first: Ctrl-C may come during the other imports
+
 import sys
 import unicodedata
 from pathlib import Path
