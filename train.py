@@ -92,9 +92,7 @@ def refuse_early(config: DictConfig) -> None:
     build(OptimizerConfig, config.optimizer)
     data_config = build(DataConfig, config.data)
     tokenizer = build(TokenizerConfig, config.tokenizer)
-    size = tokenizer.vocab_size
-    if tokenizer.kind == "byte" and size not in (None, 256) and "tokenizer.vocab_size" in given_keys():
-        raise UserError(f"tokenizer.vocab_size is {size}, but tokenizer=byte has 256 tokens. Leave it out.")
+    refuse_size_of_fixed_vocabulary(tokenizer)
     if not OmegaConf.is_missing(config.model, "vocab_size"):
         raise UserError("model.vocab_size comes from the tokenizer. Set tokenizer.vocab_size in its place.")
     refuse_beyond_memory(build(GPTConfig, config.model, vocab_size=1))
@@ -102,6 +100,17 @@ def refuse_early(config: DictConfig) -> None:
     Corpus(find_files(data_config.corpus), data_config.val_fraction)
     if not 0 <= config.seed < 2**32:
         raise UserError(f"seed is {config.seed}, but must be a whole number from 0 to {2**32 - 1}.")
+
+
+def refuse_size_of_fixed_vocabulary(tokenizer: TokenizerConfig) -> None:
+    """Raises UserError where the command line gives a size to a tokenizer that has its own."""
+    kind, size = tokenizer.kind, tokenizer.vocab_size
+    own = {"byte": "has 256 tokens", "tiktoken": f"has the vocabulary of tokenizer.name={tokenizer.name}"}
+    if kind in own and "tokenizer.vocab_size" in given_keys() and size is not None and (kind, size) != ("byte", 256):
+        raise UserError(
+            f"tokenizer.vocab_size is {size}, but tokenizer={kind} {own[kind]}. Leave it out, or use tokenizer=bpe "
+            "alone."
+        )
 
 
 def open_directory(run: Run, run_dir: Path, resumed: Resumed | None) -> None:

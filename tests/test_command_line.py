@@ -128,6 +128,19 @@ def test_heads_that_do_not_divide_are_refused_before_any_text_is_read(refuse, ar
     assert "there/is/no" not in error
 
 
+@pytest.mark.parametrize(
+    ("choice", "own"),
+    [
+        (["tokenizer=byte"], "tokenizer=byte has 256 tokens"),
+        (["tokenizer=tiktoken"], "tokenizer=tiktoken has the vocabulary of tokenizer.name=gpt2"),
+        (["-m", "tokenizer=byte,bpe"], "tokenizer=byte has 256 tokens"),
+    ],
+)
+def test_size_of_a_vocabulary_that_has_its_own_is_refused_also_in_a_sweep(refuse, choice, own):
+    error = refuse("train", *choice, "tokenizer.vocab_size=512")
+    assert f"tokenizer.vocab_size is 512, but {own}. Leave it out, or use tokenizer=bpe alone." in error
+
+
 @pytest.mark.parametrize("positions", ["rope", "learned"])
 @pytest.mark.parametrize(("d_model", "heads"), [(128, 3), (96, 5), (10, 4), (18, 4)])
 def test_heads_that_are_offered_work(positions, d_model, heads):
