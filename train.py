@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from configs.command_line import run as run_command
+from configs.counted import counted
 from configs.errors import UserError
 from configs.resume import Resumed, resumed_run
 from configs.run_directory import (
@@ -165,8 +166,8 @@ def describe(network: GPT, trainer: Trainer) -> str:
     """Two lines: what is trained and where; the loss at the start, from which one sees how far it has come."""
     c = network.config
     return (
-        f"{network.num_parameters():,} parameters: {c.num_layers} layers, {c.num_heads} heads, width {c.d_model}, "
-        f"context {c.context_length}; on {trainer.strategy.root_device} in {trainer.precision}\n"
+        f"{network.num_parameters():,} parameters: {counted(c.num_layers, 'layer')}, {counted(c.num_heads, 'head')}, "
+        f"width {c.d_model}, context {c.context_length}; on {trainer.strategy.root_device} in {trainer.precision}\n"
         f"a uniform guess over {c.vocab_size:,} tokens costs {math.log(c.vocab_size):.3f} nats per token: the loss "
         "starts there"
     )

@@ -28,8 +28,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.hugging_face import hugging_face_gpt2, refuse_without_transformers
-from benchmarks.machine import counted, machine
+from benchmarks.machine import machine
 from configs.command_line import one_line_errors
+from configs.counted import counted
 from data.config import TokenizerConfig
 from data.tokenizer import build_tokenizer
 from model.cache import Decoder
