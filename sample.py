@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import configs.ctrl_c  # noqa: F401  # isort: skip -- first: Ctrl-C may come during the other imports
+
 import json
 import math
 import os

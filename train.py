@@ -6,6 +6,8 @@ events, the config and summary.json. A run that was stopped goes on with resume=
 
 from __future__ import annotations
 
+import configs.ctrl_c  # noqa: F401  # isort: skip -- first: Ctrl-C may come during the other imports
+
 import json
 import logging
 import math
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from configs.command_line import run as run_command
+from configs.counted import counted
 from configs.errors import UserError
 from configs.resume import Resumed, resumed_run
 from configs.run_directory import (
@@ -90,9 +93,7 @@ def refuse_early(config: DictConfig) -> None:
     build(OptimizerConfig, config.optimizer)
     data_config = build(DataConfig, config.data)
     tokenizer = build(TokenizerConfig, config.tokenizer)
-    size = tokenizer.vocab_size
-    if tokenizer.kind == "byte" and size not in (None, 256) and "tokenizer.vocab_size" in given_keys():
-        raise UserError(f"tokenizer.vocab_size is {size}, but tokenizer=byte has 256 tokens. Leave it out.")
+    refuse_size_of_fixed_vocabulary(tokenizer)
     if not OmegaConf.is_missing(config.model, "vocab_size"):
         raise UserError("model.vocab_size comes from the tokenizer. Set tokenizer.vocab_size in its place.")
     refuse_beyond_memory(build(GPTConfig, config.model, vocab_size=1))
@@ -100,6 +101,17 @@ def refuse_early(config: DictConfig) -> None:
     Corpus(find_files(data_config.corpus), data_config.val_fraction)
     if not 0 <= config.seed < 2**32:
         raise UserError(f"seed is {config.seed}, but must be a whole number from 0 to {2**32 - 1}.")
+
+
+def refuse_size_of_fixed_vocabulary(tokenizer: TokenizerConfig) -> None:
+    """Raises UserError where the command line gives a size to a tokenizer that has its own."""
+    kind, size = tokenizer.kind, tokenizer.vocab_size
+    own = {"byte": "has 256 tokens", "tiktoken": f"has the vocabulary of tokenizer.name={tokenizer.name}"}
+    if kind in own and "tokenizer.vocab_size" in given_keys() and size is not None and (kind, size) != ("byte", 256):
+        raise UserError(
+            f"tokenizer.vocab_size is {size}, but tokenizer={kind} {own[kind]}. Leave it out, or use tokenizer=bpe "
+            "alone."
+        )
 
 
 def open_directory(run: Run, run_dir: Path, resumed: Resumed | None) -> None:
@@ -154,8 +166,8 @@ def describe(network: GPT, trainer: Trainer) -> str:
     """Two lines: what is trained and where; the loss at the start, from which one sees how far it has come."""
     c = network.config
     return (
-        f"{network.num_parameters():,} parameters: {c.num_layers} layers, {c.num_heads} heads, width {c.d_model}, "
-        f"context {c.context_length}; on {trainer.strategy.root_device} in {trainer.precision}\n"
+        f"{network.num_parameters():,} parameters: {counted(c.num_layers, 'layer')}, {counted(c.num_heads, 'head')}, "
+        f"width {c.d_model}, context {c.context_length}; on {trainer.strategy.root_device} in {trainer.precision}\n"
         f"a uniform guess over {c.vocab_size:,} tokens costs {math.log(c.vocab_size):.3f} nats per token: the loss "
         "starts there"
     )

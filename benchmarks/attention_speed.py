@@ -18,10 +18,11 @@ import torch
 from omegaconf import DictConfig
 
 from benchmarks.context_cost import now
-from benchmarks.machine import counted, machine
+from benchmarks.machine import machine
 from benchmarks.memory_of import measure_memory
 from benchmarks.workload import attention_pass
 from configs.command_line import compose, one_line_errors
+from configs.counted import counted
 from configs.errors import UserError
 from model.config import GPTConfig
 from model.flex_attention import BLOCK, flex_works

@@ -20,10 +20,11 @@ import torch
 from omegaconf import DictConfig
 
 from benchmarks.growth import Growth, fit_growth, where_equal
-from benchmarks.machine import counted, machine
+from benchmarks.machine import machine
 from benchmarks.memory_of import measure_memory
 from benchmarks.workload import attention_pass, training_step
 from configs.command_line import compose, one_line_errors, refuse_other_endings
+from configs.counted import counted
 from configs.errors import UserError
 from configs.schema import build
 from model.allocator import keep_freed_memory

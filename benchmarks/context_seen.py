@@ -1,6 +1,6 @@
 """What halving a full context costs in loss, against all of the context before every token.
 
-    python -m benchmarks.context_seen [run directory or .ckpt file]
+    python -m benchmarks.context_seen [run directory, or .ckpt or .safetensors file]
 
 Both score the same tokens, the end of the embedded text, which no checkpoint trained on it has seen: `score` as the
 model would write them, in passes that each add half a context, and a pass of its own for every token. The last line is

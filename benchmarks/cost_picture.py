@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-from benchmarks.machine import counted
+from configs.counted import counted
 from model.colors import LIGHT, line_styles
 
 if TYPE_CHECKING:

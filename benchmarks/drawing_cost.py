@@ -19,8 +19,9 @@ import torch
 from lightning.pytorch import Callback
 
 from benchmarks.default_run import prepared_text, snapshots_of, train
-from benchmarks.machine import counted, machine
+from benchmarks.machine import machine
 from configs.command_line import compose, one_line_errors
+from configs.counted import counted
 from model.budget import DEFAULT_TIME
 from model.callbacks import Snapshots
 from model.keeping import StopOnSignal

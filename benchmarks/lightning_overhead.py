@@ -22,8 +22,9 @@ from lightning.pytorch import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.default_run import new_network, prepared_text, snapshots_of, train
-from benchmarks.machine import counted, machine
+from benchmarks.machine import machine
 from configs.command_line import compose, one_line_errors
+from configs.counted import counted
 from configs.schema import build
 from data.module import TextData
 from model.bfloat16 import products_in

@@ -1,10 +1,12 @@
-"""On what a benchmark was run: a value of its JSON; and how many of what, in words."""
+"""On what a benchmark was run: a value of its JSON."""
 
 import os
 import platform
 from datetime import date
 from importlib import metadata
 from pathlib import Path
+
+from configs.counted import counted
 
 
 def machine() -> str:
@@ -23,8 +25,3 @@ def machine() -> str:
             str(date.today()),
         ]
     )
-
-
-def counted(number: int, noun: str) -> str:
-    """For example "1 thread", "2 threads"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"

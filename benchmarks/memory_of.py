@@ -2,6 +2,7 @@
 
 import ctypes
 import multiprocessing
+import signal
 import sys
 from multiprocessing.connection import Connection
 
@@ -42,6 +43,7 @@ def measure_memory(kind: str, device: str, threads: int, options: dict) -> dict[
 
 
 def _child(answer: Connection, kind: str, device: str, threads: int, options: dict) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it too, and the process that asks says so
     torch.set_num_threads(threads)
     _give_memory_back_at_once()
     device_type = device.partition(":")[0]

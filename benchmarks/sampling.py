@@ -28,8 +28,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.hugging_face import hugging_face_gpt2, refuse_without_transformers
-from benchmarks.machine import counted, machine
+from benchmarks.machine import machine
 from configs.command_line import one_line_errors
+from configs.counted import counted
 from data.config import TokenizerConfig
 from data.tokenizer import build_tokenizer
 from model.cache import Decoder
@@ -159,11 +160,11 @@ def seconds_to_first_character(network: GPT) -> tuple[float, float]:
         weights = {NETWORK_PREFIX + name: weight for name, weight in network.state_dict().items()}
         entry = gpt_entry(network.config, tokenizer, 0, {"nats_per_token": 0.0, "bits_per_byte": 0.0})
         torch.save({"gpt": entry, "state_dict": weights}, path)
-        load = f"import torch; torch.load({str(path)!r}, weights_only=True)"
+        load = f"import configs.ctrl_c, torch; torch.load({str(path)!r}, weights_only=True)"
         ours, bare = [], []
         for _ in range(ROUNDS + 1):
             start = time.perf_counter()
-            subprocess.run([sys.executable, "-c", load], check=True)
+            subprocess.run([sys.executable, "-c", load], cwd=PROJECT, check=True)
             bare.append(time.perf_counter() - start)
             start = time.perf_counter()
             command = [sys.executable, "sample.py", f"checkpoint={path}", "max_new_tokens=200", "temperature=0"]

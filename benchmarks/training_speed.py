@@ -29,8 +29,9 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from benchmarks.hugging_face import hugging_face_gpt2, refuse_without_transformers
-from benchmarks.machine import counted, machine
+from benchmarks.machine import machine
 from configs.command_line import compose, one_line_errors
+from configs.counted import counted
 from configs.schema import build
 from model.allocator import keep_freed_memory
 from model.bfloat16 import BFLOAT16_PRODUCTS, has_bfloat16_units, products_in

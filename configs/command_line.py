@@ -158,16 +158,13 @@ def one_line_errors(config_name: str) -> Iterator[None]:
 
 @contextmanager
 def quiet_end() -> Iterator[None]:
-    """Ctrl-C ends the process with exit code 130, a reader that has had enough of its output with 0; both silently.
+    """A reader that has had enough of the output ends the process silently, with exit code 0.
 
     Where the output cannot be written, because its disk is full, one line says so.
     """
     try:
         yield
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        print()
-        sys.exit(130)
     except BrokenPipeError:
         write_nowhere(sys.stdout, sys.stderr)
         sys.exit(0)
@@ -196,7 +193,15 @@ def write_nowhere(*streams: TextIO) -> None:
 
 
 def explain(error: Exception, config_name: str) -> str:
-    """Hydra's or OmegaConf's complaint in one line: the value, what was expected, how to mend it."""
+    """Hydra's or OmegaConf's complaint in one line: the value, what was expected, how to mend it.
+
+    Raises KeyboardInterrupt where that is what it comes from: OmegaConf, clearing up after Ctrl-C, fails in other ways.
+    """
+    first: BaseException = error
+    while first.__context__:
+        first = first.__context__
+    if isinstance(first, KeyboardInterrupt):
+        raise first
     text, _, where = str(error).strip().partition("\n    full_key: ")  # OmegaConf's way to say which key
     cause = " ".join(str(error.__cause__ or "").split("\n    full_key")[0].split())
     if match := re.search(r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'", text):

@@ -2,8 +2,7 @@
 
     budget=5m  ->  seconds left to train x FLOP/s  ->  a row of RECIPES  ->  keys of the config
 
-What is given, on the command line or in a file that it chooses, stays as it is given; `validations` on the command
-line alone.
+What is given, on the command line or in a file that it chooses, stays as it is given.
 """
 
 import math
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from configs.command_line import CONFIG_DIR
 from configs.errors import UserError
 from configs.run_directory import given_keys
 from configs.schema import build
@@ -149,12 +149,16 @@ def with_recipe(config: DictConfig, budget: timedelta, spent: float, flops_per_s
 
 
 def is_given(config: DictConfig, key: str) -> bool:
-    """Whether the command line gives the key, or, of a group's key, a file that it chooses another value."""
-    if "." not in key:
-        return key in given_keys()
-    group, name = key.split(".")
-    default = getattr({"model": GPTConfig, "tokenizer": TokenizerConfig}[group], name)
-    return key in given_keys() or config[group][name] != default
+    """Whether the command line gives the key, or a file that it chooses gives another value than the default."""
+    return key in given_keys() or OmegaConf.select(config, key) != default_of(key)
+
+
+def default_of(key: str) -> Any:
+    """What a key that can be picked is where nothing gives it."""
+    group, _, name = key.rpartition(".")
+    if not group:
+        return OmegaConf.load(CONFIG_DIR / "train.yaml")[name]
+    return getattr({"model": GPTConfig, "tokenizer": TokenizerConfig}[group], name)
 
 
 def with_values(config: DictConfig, values: dict[str, Any]) -> DictConfig:

@@ -3,6 +3,8 @@
 python -m model.lessons [lengths=[256,1024] num_layers=6 num_heads=6]
 """
 
+import configs.ctrl_c  # noqa: F401  # isort: skip -- first: Ctrl-C may come during the other imports
+
 import statistics
 import sys
 import time
@@ -14,6 +16,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from configs.command_line import compose, one_line_errors
+from configs.counted import counted
 from configs.errors import UserError
 from model.attention import MultiHeadAttention, written_out_attention
 from model.cost import score_matrix_bytes
@@ -32,7 +35,7 @@ def main(config: DictConfig) -> None:
             raise UserError(f"{name} is {config[name]}, but must be at least 1.")
     print(weights_part())
     print(infinity_part())
-    print(COST_TEXT.format(layers=config.num_layers, heads=config.num_heads))
+    print(COST_TEXT.format(layers=counted(config.num_layers, "layer"), heads=counted(config.num_heads, "head")))
     cost_part(lengths, config.num_layers, config.num_heads)
 
 
@@ -121,7 +124,7 @@ COST_TEXT = """
 3  WHAT LENGTH COSTS
 
 Written out, attention holds a number for every pair of tokens: 16 times the length takes
-256 times the memory. That is for one head of one layer; a model of {layers} layers of {heads} heads
+256 times the memory. That is for one head of one layer; a model of {layers} of {heads}
 trains with all of them in memory. Fused attention never stores the matrix, and is faster too.
 
 The time is that of one head of 64, forward, after a warm-up. If pairs were all that counts, the

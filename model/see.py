@@ -3,6 +3,8 @@
 Always as a table in the terminal; with png=FILE as a picture, with html=FILE as a page to point at tokens in.
 """
 
+import configs.ctrl_c  # noqa: F401  # isort: skip -- first: Ctrl-C may come during the other imports
+
 import sys
 import unicodedata
 from pathlib import Path
@@ -11,6 +13,7 @@ import numpy as np
 from omegaconf import DictConfig
 
 from configs.command_line import compose, one_line_errors, read_prompt, refuse_other_endings
+from configs.counted import counted
 from configs.errors import UserError
 from configs.schema import build
 from data.config import TokenizerConfig
@@ -83,7 +86,8 @@ def fresh_network(config: DictConfig):
     torch.manual_seed(0)
     network = GPT(build(GPTConfig, config.model, vocab_size=tokenizer.n_vocab))
     shape = network.config
-    return network, tokenizer, f"untrained: {shape.num_layers} layers, {shape.num_heads} heads, width {shape.d_model}"
+    layers, heads = counted(shape.num_layers, "layer"), counted(shape.num_heads, "head")
+    return network, tokenizer, f"untrained: {layers}, {heads}, width {shape.d_model}"
 
 
 def find_token(choice: str | None, tokens: list[bytes]) -> int:

@@ -140,10 +140,11 @@ def test_given_family_stays_and_gets_the_picked_size(pick, model):
 
 
 def test_what_a_chosen_file_sets_stays(pick):
-    config, line = pick(1.0, "experiment=baby_gpt", "trainer.max_steps=-1")
     given_by_file = compose("train", ["experiment=baby_gpt"])
-    assert values(config) == values(given_by_file)
-    assert "nothing" in line
+    for seconds in (2.0, 100.0):  # in the first a validation would come every tenth of a second
+        config, line = pick(1.0, "experiment=baby_gpt", "trainer.max_steps=-1", seconds=seconds)
+        assert values(config) == values(given_by_file) and config.validations == given_by_file.validations == 20
+        assert "nothing" in line
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "tiktoken"])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from benchmarks import quality
-from configs.command_line import compose, run
+from configs.command_line import compose, explain, run
 from configs.errors import UserError
 from configs.run_directory import make_new_dir
 from configs.schema import ROOTS, build
@@ -126,6 +126,19 @@ def test_heads_that_do_not_divide_are_refused_before_any_text_is_read(refuse, ar
     error = refuse("train", NOWHERE, *arguments)
     assert [part for part in said if part not in error] == []
     assert "there/is/no" not in error
+
+
+@pytest.mark.parametrize(
+    ("choice", "own"),
+    [
+        (["tokenizer=byte"], "tokenizer=byte has 256 tokens"),
+        (["tokenizer=tiktoken"], "tokenizer=tiktoken has the vocabulary of tokenizer.name=gpt2"),
+        (["-m", "tokenizer=byte,bpe"], "tokenizer=byte has 256 tokens"),
+    ],
+)
+def test_size_of_a_vocabulary_that_has_its_own_is_refused_also_in_a_sweep(refuse, choice, own):
+    error = refuse("train", *choice, "tokenizer.vocab_size=512")
+    assert f"tokenizer.vocab_size is 512, but {own}. Leave it out, or use tokenizer=bpe alone." in error
 
 
 @pytest.mark.parametrize("positions", ["rope", "learned"])
@@ -302,6 +315,17 @@ def test_refusal_of_a_real_process_is_one_line_and_exit_code_2(call, tmp_path, s
     finished = call(script, "modle=1", cwd=tmp_path)
     assert "modle is no key" in finished.error and finished.stdout == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_that_a_library_turned_into_another_error_is_still_ctrl_c():
+    try:
+        try:
+            raise KeyboardInterrupt
+        finally:  # what OmegaConf comes to, one time in thirty that Ctrl-C meets it
+            None._invalidate_flags_cache()
+    except AttributeError as error:
+        with pytest.raises(KeyboardInterrupt):
+            explain(error, "train")
 
 
 def test_refusal_comes_before_the_slow_imports(call, tmp_path):

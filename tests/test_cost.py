@@ -150,6 +150,31 @@ def test_a_child_that_dies_has_no_memory_figure():
     assert measure_memory("attention_pass", "no such device", 1, options) is None
 
 
+def test_ctrl_c_ends_a_child_silently(clean_environment, tmp_path):
+    (tmp_path / "interrupted.py").write_text(
+        """
+import signal
+class Device(str):
+    def partition(self, separator):
+        signal.raise_signal(signal.SIGINT)
+"""
+    )
+    code = """
+from benchmarks.memory_of import measure_memory
+from interrupted import Device
+print(measure_memory("attention_pass", Device("cpu"), 1, {}))
+"""
+    finished = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=PROJECT,
+        env=clean_environment | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (finished.stdout, finished.stderr) == ("None\n", "")
+
+
 # How it grows
 
 

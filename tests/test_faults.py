@@ -114,6 +114,40 @@ def test_ctrl_c_before_training_is_130_and_no_traceback(start, tiny, tmp_path):
     assert process.returncode == 130 and b"Traceback" not in err, err
 
 
+def programs():
+    """What starts each program of the project, in Python's arguments."""
+    modules = [
+        f"benchmarks.{path.stem}" for path in PROJECT.glob("benchmarks/*.py") if "__main__" in path.read_text("utf-8")
+    ]
+    return [["train.py"], ["sample.py"], *(["-m", name] for name in ("model.see", "model.lessons", *modules))]
+
+
+@pytest.mark.parametrize("program", programs(), ids=lambda program: program[-1])
+def test_ctrl_c_from_the_first_import_on_is_130_and_no_traceback(clean_environment, tmp_path, program):
+    for module in ("json", "statistics", "unicodedata", "torch"):  # each program imports one of them, most at once
+        (tmp_path / f"{module}.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nprint('goes on')")
+    env = clean_environment | {"PYTHONPATH": str(tmp_path)}
+    finished = subprocess.run([sys.executable, *program], cwd=PROJECT, env=env, capture_output=True, timeout=60)
+    assert (finished.returncode, finished.stdout, finished.stderr) == (130, b"\n", b"")
+
+
+def test_ctrl_c_in_a_benchmark_is_130_and_no_traceback(clean_environment):
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "benchmarks.startup"],
+        cwd=PROJECT,
+        env=clean_environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        wait_for(process, b"round")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, out, err) == (130, b"\n", b"")
+
+
 def test_reader_that_goes_away_does_not_end_the_run(start, tiny, tmp_path):
     process = start("train.py", *tiny, "trainer.max_steps=30", f"runs_dir={tmp_path}")
     wait_for(process, b"a uniform guess")

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import context_seen
 from data.config import DataConfig, TokenizerConfig
 from data.module import TextData
 from data.tokenizer import build_tokenizer
@@ -320,6 +321,18 @@ def test_exported_network_writes_the_same_from_the_one_file_alone(sample_here, c
     fresh = call("sample.py", f"checkpoint={file}", *asked)
     assert fresh.stdout == sample_here(f"checkpoint={tiny_run.path}", *asked).stdout != ""
     assert fresh.stderr.partition(":")[2] == sample_here(f"checkpoint={tiny_run.path}", *asked).stderr.partition(":")[2]
+
+
+def test_context_seen_measures_an_export_as_it_does_the_run(tmp_path, tiny_run, monkeypatch, capsys):
+    file = tmp_path / "weights.safetensors"
+    load_checkpoint(tiny_run.path / "checkpoints" / "best.ckpt").export(file)
+    monkeypatch.setattr(context_seen, "CHARACTERS", 400)
+    measured = []
+    for checkpoint in (tiny_run.path, file):
+        monkeypatch.setattr("sys.argv", ["context_seen", str(checkpoint)])
+        context_seen.main()
+        measured.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    assert measured[0] == measured[1] and measured[0]["tokens"] > 100
 
 
 def test_export_of_another_version_is_named(refuse, tmp_path, tiny_run, monkeypatch):

@@ -107,6 +107,13 @@ def test_layers_and_heads_multiply_the_memory(output):
     assert rows(output)[8192][2] == 144 * 256
 
 
+def test_a_model_of_one_layer_and_one_head_is_said_to_have_them(output, capsys, monkeypatch):
+    monkeypatch.setattr(lessons, "time_one_head", lambda length: (1.0, 1.0))
+    lessons.main(compose("lessons", ["lengths=[16]", "num_layers=1", "num_heads=1"]))
+    assert "a model of 12 layers of 12 heads\n" in output
+    assert "a model of 1 layer of 1 head\n" in capsys.readouterr().out
+
+
 def test_score_matrix_has_the_bytes_of_the_formula():
     attention = lessons.MultiHeadAttention(8, 2)
     _, weights = attention(torch.randn(3, 20, 8), causal=True, need_weights=True)

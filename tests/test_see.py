@@ -129,6 +129,8 @@ def test_an_untrained_network_needs_no_run(shown):
     assert messages.startswith("untrained: 2 layers, 4 heads")
     assert len(rows_of(output)) == len("Orange is my favorite fruit")
     assert shown("untrained=true", "model=gpt2", "model.num_heads=2", "prompt=a b")[1].count("2 heads") == 1
+    one = ("model.num_layers=1", "model.num_heads=1")
+    assert "untrained: 1 layer, 1 head, width" in shown("untrained=true", *one, "prompt=a b")[1]
 
 
 # The pictures

@@ -52,6 +52,12 @@ def test_summary_has_every_figure_of_the_run(tiny_run):
     assert re.fullmatch(r"\d+\.\d+\.\d+", summary["versions"]["tiny_gpt"])
 
 
+def test_what_there_is_one_of_is_said_in_the_singular(tiny_run, train_here):
+    assert "parameters: 2 layers, 2 heads, width 32" in tiny_run.stdout
+    finished = train_here("model.num_layers=1", "model.num_heads=1", "trainer.max_steps=1")
+    assert "parameters: 1 layer, 1 head, width 32" in finished.stdout
+
+
 def test_seconds_are_those_a_clock_outside_shows(tiny_run):
     # The last moments, when the process ends, it cannot know.
     assert 0.6 * tiny_run.seconds - 1 < tiny_run.summary["seconds"] <= tiny_run.seconds + 0.1
