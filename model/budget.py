@@ -43,18 +43,24 @@ class Recipe:
     vocab_size: int
     bigram_dropout: float
     dropout: float = 0.0
+    learning_rates: float = 1.0
+    """Times those of configs/optimizer/muon.yaml: the fewer the steps, the larger each."""
 
 
 RECIPES = (
-    Recipe(0.0, num_layers=2, d_model=128, vocab_size=2048, bigram_dropout=0.2),
+    Recipe(0.0, num_layers=2, d_model=128, vocab_size=1024, bigram_dropout=0.2, learning_rates=3.0),
+    Recipe(1.9, num_layers=2, d_model=128, vocab_size=1024, bigram_dropout=0.2, learning_rates=2.0),
+    Recipe(3.0, num_layers=2, d_model=128, vocab_size=2048, bigram_dropout=0.2, learning_rates=2.0),
+    Recipe(7.0, num_layers=2, d_model=128, vocab_size=2048, bigram_dropout=0.2),
     Recipe(14.0, num_layers=2, d_model=128, vocab_size=2048, bigram_dropout=0.3),
     Recipe(22.0, num_layers=2, d_model=192, vocab_size=2048, bigram_dropout=0.4),
     Recipe(50.0, num_layers=2, d_model=192, vocab_size=2048, bigram_dropout=0.5),
     Recipe(90.0, num_layers=3, d_model=192, vocab_size=2048, bigram_dropout=0.6),
 )
+LEARNING_RATES = ("lr", "embedding_lr", "muon_lr")
 HEAD_DIM = 32
 SECONDS_A_VALIDATION = 5.0  # of training at least between two: with its pictures one takes half a second
-# The step whose speed is measured: a plainer network of the shape of RECIPES' first row.
+# The step whose speed is measured: a plainer network of the shape of most of RECIPES.
 REFERENCE = GPTConfig(vocab_size=2048, positions="rope", norm="rmsnorm", norm_affine=False, mlp="relu2", bias=False)
 REFERENCE_BATCH, REFERENCE_STEPS = 24, 8
 
@@ -135,7 +141,11 @@ def with_recipe(config: DictConfig, budget: timedelta, spent: float, flops_per_s
     if config.tokenizer.kind == "bpe":
         text_bytes = sum(file.stat().st_size for file in find_files(config.data.corpus))
         default = vocab_size_for(int((1 - config.data.val_fraction) * text_bytes))
-        picked["tokenizer.vocab_size"] = min(recipe.vocab_size, 2 * default)  # the default suits the first row
+        picked["tokenizer.vocab_size"] = min(recipe.vocab_size, 2 * default)  # the default suits runs of a minute
+    if config.optimizer.name == "muon" and recipe.learning_rates != 1:
+        for name in LEARNING_RATES:
+            key = f"optimizer.{name}"
+            picked[key] = float(f"{recipe.learning_rates * default_of(key):.6g}")
     if seconds < SECONDS_A_VALIDATION * config.validations:
         picked["validations"] = max(1, int(seconds / SECONDS_A_VALIDATION))
     picked = {key: value for key, value in picked.items() if not is_given(config, key)}
@@ -156,8 +166,9 @@ def is_given(config: DictConfig, key: str) -> bool:
 def default_of(key: str) -> Any:
     """What a key that can be picked is where nothing gives it."""
     group, _, name = key.rpartition(".")
-    if not group:
-        return OmegaConf.load(CONFIG_DIR / "train.yaml")[name]
+    if group in ("", "optimizer"):
+        values = OmegaConf.load(CONFIG_DIR / {"": "train.yaml", "optimizer": "optimizer/muon.yaml"}[group])
+        return values[name] if name in values else getattr(OptimizerConfig, name)
     return getattr({"model": GPTConfig, "tokenizer": TokenizerConfig}[group], name)
 
 

@@ -31,7 +31,7 @@ from model.budget import (
 from model.config import GPTConfig
 from model.gpt import GPT
 
-SMALL = Recipe(0.0, num_layers=1, d_model=64, vocab_size=1024, bigram_dropout=0.1)
+SMALL = Recipe(0.0, num_layers=1, d_model=64, vocab_size=1024, bigram_dropout=0.1, learning_rates=2.0)
 LARGE = Recipe(10.0, num_layers=3, d_model=192, vocab_size=4096, bigram_dropout=0.5, dropout=0.1)
 PICKED = ("model.num_layers", "model.d_model", "model.num_heads", "model.dropout", "model.bigram_dropout")
 PICKED += ("tokenizer.vocab_size",)
@@ -96,7 +96,33 @@ def test_every_row_is_a_network_with_heads_of_one_width(recipe):
     assert type(recipe.vocab_size) is int and recipe.vocab_size >= 257
 
 
+@given(st.floats(-1e9, 1e9), st.floats(-1e9, 1e9))
+def test_more_time_never_takes_larger_steps(one, other):
+    less, more = (recipe_for(teraflops) for teraflops in sorted((one, other)))
+    assert less.learning_rates >= more.learning_rates >= 1
+
+
 # What is picked, and what stays
+
+
+def test_short_run_gets_the_learning_rates_of_its_row_and_says_so(pick):
+    config, line = pick(1.0)
+    assert (config.optimizer.lr, config.optimizer.embedding_lr, config.optimizer.muon_lr) == (0.006, 0.04, 0.028)
+    assert "optimizer.lr=0.006 optimizer.embedding_lr=0.04 optimizer.muon_lr=0.028" in line
+    config, line = pick(10.0)
+    assert config.optimizer == compose("train", []).optimizer and "optimizer" not in line
+
+
+@pytest.mark.parametrize("name, value", [("lr", "0.003"), ("embedding_lr", "0.02"), ("muon_lr", "0.5")])
+def test_given_learning_rate_stays(pick, name, value):
+    config, line = pick(1.0, f"optimizer.{name}={value}")
+    assert str(config.optimizer[name]) == value
+    assert f"optimizer.{name}=" not in line and line.count("optimizer.") == 2
+
+
+def test_another_optimizer_keeps_its_learning_rates(pick):
+    config, line = pick(1.0, "optimizer=adamw")
+    assert config.optimizer == compose("train", ["optimizer=adamw"]).optimizer and "optimizer." not in line
 
 
 def test_all_that_is_not_given_is_picked_and_said_in_one_line(pick):
