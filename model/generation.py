@@ -96,7 +96,7 @@ def least_kept(probs: Tensor, config: SamplingConfig) -> Tensor:
     if config.top_p is not None and config.top_p < 1:  # nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751
         sums = ordered.cumsum(-1)
         last = torch.searchsorted(sums, config.top_p * sums[..., -1:])  # (..., 1): the one that makes up top_p
-        least = ordered.gather(-1, last)
+        least = ordered.gather(-1, last.clamp_(max=ordered.size(-1) - 1))  # of no numbers it would be none
     if config.min_p:  # Nguyen et al. 2024, arXiv:2407.01082
         least = torch.maximum(least, config.min_p * ordered[..., :1])
     return least
