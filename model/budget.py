@@ -50,7 +50,7 @@ class Recipe:
 RECIPES = (
     Recipe(0.0, num_layers=2, d_model=128, vocab_size=1024, bigram_dropout=0.2, learning_rates=3.0),
     Recipe(1.9, num_layers=2, d_model=128, vocab_size=1024, bigram_dropout=0.2, learning_rates=2.0),
-    Recipe(3.0, num_layers=2, d_model=128, vocab_size=2048, bigram_dropout=0.2, learning_rates=2.0),
+    Recipe(3.0, num_layers=2, d_model=128, vocab_size=2048, bigram_dropout=0.2, learning_rates=1.5),
     Recipe(7.0, num_layers=2, d_model=128, vocab_size=2048, bigram_dropout=0.2),
     Recipe(14.0, num_layers=2, d_model=128, vocab_size=2048, bigram_dropout=0.3),
     Recipe(22.0, num_layers=2, d_model=192, vocab_size=2048, bigram_dropout=0.4),
