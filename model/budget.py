@@ -57,7 +57,7 @@ RECIPES = (
     Recipe(50.0, num_layers=2, d_model=192, vocab_size=2048, bigram_dropout=0.5),
     Recipe(90.0, num_layers=3, d_model=192, vocab_size=2048, bigram_dropout=0.6),
 )
-LEARNING_RATES = ("lr", "embedding_lr", "muon_lr")
+RATES = ("optimizer.lr", "optimizer.embedding_lr", "optimizer.muon_lr")
 HEAD_DIM = 32
 SECONDS_A_VALIDATION = 5.0  # of training at least between two: with its pictures one takes half a second
 # The step whose speed is measured: a plainer network of the shape of most of RECIPES.
@@ -143,14 +143,13 @@ def with_recipe(config: DictConfig, budget: timedelta, spent: float, flops_per_s
         default = vocab_size_for(int((1 - config.data.val_fraction) * text_bytes))
         picked["tokenizer.vocab_size"] = min(recipe.vocab_size, 2 * default)  # the default suits runs of a minute
     if config.optimizer.name == "muon" and recipe.learning_rates != 1:
-        for name in LEARNING_RATES:
-            key = f"optimizer.{name}"
-            picked[key] = float(f"{recipe.learning_rates * default_of(key):.6g}")
+        picked |= {key: float(f"{recipe.learning_rates * default_of(key):.6g}") for key in RATES}
     if seconds < SECONDS_A_VALIDATION * config.validations:
         picked["validations"] = max(1, int(seconds / SECONDS_A_VALIDATION))
     picked = {key: value for key, value in picked.items() if not is_given(config, key)}
     if is_given(config, "model.d_model") or not works(with_values(config, picked)):
-        for key in ("model.d_model", "model.num_heads"):  # as they are they go with each other and the rest
+        # Width and heads as they are go with each other and the rest; the rates were measured at the row's width.
+        for key in ("model.d_model", "model.num_heads", *RATES):
             picked.pop(key, None)
     return with_values(config, picked), (
         f"budget: about {seconds:.0f} s to train at {flops_per_second / 1e9:.0f} GFLOP/s, measured; picked "
