@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs import schema
+from configs.ctrl_c import comes_from_ctrl_c
 from configs.errors import UserError
 from configs.run_directory import escaped, started_by_lightning, sweep_removed_if_refused
 
@@ -195,13 +196,10 @@ def write_nowhere(*streams: TextIO) -> None:
 def explain(error: Exception, config_name: str) -> str:
     """Hydra's or OmegaConf's complaint in one line: the value, what was expected, how to mend it.
 
-    Raises KeyboardInterrupt where that is what it comes from: OmegaConf, clearing up after Ctrl-C, fails in other ways.
+    Raises KeyboardInterrupt where that is what it comes from.
     """
-    first: BaseException = error
-    while first.__context__:
-        first = first.__context__
-    if isinstance(first, KeyboardInterrupt):
-        raise first
+    if comes_from_ctrl_c(error):
+        raise KeyboardInterrupt
     text, _, where = str(error).strip().partition("\n    full_key: ")  # OmegaConf's way to say which key
     cause = " ".join(str(error.__cause__ or "").split("\n    full_key")[0].split())
     if match := re.search(r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'", text):

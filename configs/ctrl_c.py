@@ -9,8 +9,15 @@ from types import TracebackType
 _before = sys.excepthook
 
 
+def comes_from_ctrl_c(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is among what led to an error: OmegaConf, clearing up after it, fails in other ways."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
+
+
 def _end_quietly(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    if not issubclass(kind, KeyboardInterrupt):
+    if not comes_from_ctrl_c(error):
         return _before(kind, error, traceback)
     print()  # the terminal has shown ^C
     sys.exit(130)

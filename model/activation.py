@@ -36,6 +36,7 @@ def gelu(x: Tensor) -> Tensor:
     """GELU in GPT-2's tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415), of any shape.
 
     On a CPU PyTorch's tanh takes nine times as long as its sigmoid, and (1 + tanh u) / 2 is the sigmoid of 2u.
+    In float32 the derivative is NaN beyond 1.7e13, where only a diverging run gets to.
     """
     in_full = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
     if not in_full or x.numel() < FEW or torch.compiler.is_compiling():

@@ -148,8 +148,11 @@ def with_recipe(config: DictConfig, budget: timedelta, spent: float, flops_per_s
         picked["validations"] = max(1, int(seconds / SECONDS_A_VALIDATION))
     picked = {key: value for key, value in picked.items() if not is_given(config, key)}
     if is_given(config, "model.d_model") or not works(with_values(config, picked)):
-        # Width and heads as they are go with each other and the rest; the rates were measured at the row's width.
-        for key in ("model.d_model", "model.num_heads", *RATES):
+        for key in ("model.d_model", "model.num_heads"):  # as they are they go with each other and the rest
+            picked.pop(key, None)
+    shape = with_values(config, picked).model
+    if (shape.num_layers, shape.d_model) != (recipe.num_layers, recipe.d_model):
+        for key in RATES:  # measured at the row's shape
             picked.pop(key, None)
     return with_values(config, picked), (
         f"budget: about {seconds:.0f} s to train at {flops_per_second / 1e9:.0f} GFLOP/s, measured; picked "

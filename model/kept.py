@@ -27,7 +27,6 @@ class Kept:
     def __init__(self, x: Tensor, H: int, G: int, slots: int):
         self.H, self.G, self.slots = H, G, slots
         self.fitting = (x.size(0), x.dtype, x.device)
-        self.first = {}  # S -> the keys and values of the first S slots, (B, G, S, D): to find them again is cheaper
         self._allocate(x, x.size(0), x.size(-1))
 
     def _allocate(self, x: Tensor, B: int, D: int) -> None:
@@ -66,9 +65,8 @@ class Kept:
         return self._look(heads.narrow(1, 0, H).view(-1, G, H // G, heads.size(-1)), filled)
 
     def _look(self, q: Tensor, filled: int) -> Tensor:
-        if filled not in self.first:
-            self.first[filled] = self.keys.narrow(2, 0, filled), self.values.narrow(2, 0, filled)
-        return F.scaled_dot_product_attention(q, *self.first[filled])
+        keys, values = self.keys.narrow(2, 0, filled), self.values.narrow(2, 0, filled)  # (B, G, S, D)
+        return F.scaled_dot_product_attention(q, keys, values)
 
 
 class KeptWithQueries(Kept):

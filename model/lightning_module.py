@@ -94,10 +94,11 @@ class GPTLightning(pl.LightningModule):
             raise diverged("loss", loss.item(), step)
 
     def on_train_batch_end(self, *args) -> None:
-        """Ends the run where its bound is reached, after one more validation: the last weights count too."""
+        """Sees how far the run is, for the next batch's learning rates, and whether it is over."""
         self._follow_progress()
 
     def _follow_progress(self) -> None:
+        """Ends the run where its bound is reached, after one more validation: the last weights count too."""
         self._progress = run_progress(self.trainer)
         if self._progress >= 1:
             self.trainer.should_stop = True

@@ -121,9 +121,15 @@ def test_given_learning_rate_stays(pick, name, value):
     assert f"optimizer.{name}=" not in line and line.count("optimizer.") == 2
 
 
-def test_learning_rates_are_picked_for_the_width_of_the_row_alone(pick):
-    config, line = pick(1.0, "model.d_model=256", "model.num_heads=4")
+@pytest.mark.parametrize("shape", [("model.d_model=256", "model.num_heads=4"), ("model.num_layers=6",)])
+def test_learning_rates_are_picked_for_the_shape_of_the_row_alone(pick, shape):
+    config, line = pick(1.0, *shape)
     assert config.optimizer == compose("train", []).optimizer and "optimizer." not in line
+
+
+def test_shape_of_the_row_given_by_hand_gets_its_learning_rates(pick):
+    config, _ = pick(1.0, f"model.d_model={SMALL.d_model}", "model.num_heads=2", f"model.num_layers={SMALL.num_layers}")
+    assert config.optimizer.muon_lr == 0.028
 
 
 def test_another_optimizer_keeps_its_learning_rates(pick):

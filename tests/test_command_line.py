@@ -328,6 +328,20 @@ def test_ctrl_c_that_a_library_turned_into_another_error_is_still_ctrl_c():
             explain(error, "train")
 
 
+def test_ctrl_c_while_a_library_answers_an_error_of_its_own_is_still_ctrl_c():
+    try:
+        try:
+            raise ValueError
+        except ValueError:
+            try:
+                raise KeyboardInterrupt
+            finally:
+                None._invalidate_flags_cache()
+    except AttributeError as error:
+        with pytest.raises(KeyboardInterrupt):
+            explain(error, "train")
+
+
 def test_refusal_comes_before_the_slow_imports(call, tmp_path):
     env = {"PYTHONPATH": str(tmp_path)}
     (tmp_path / "lightning.py").write_text("raise ImportError('too early')")

@@ -205,6 +205,12 @@ def test_probabilities_are_those_of_transformers(penalty, top_k, top_p, min_p):
     assert_close(probabilities(logits, config, seen), expected.softmax(-1))
 
 
+def test_logits_that_are_no_numbers_spoil_their_own_row_alone():
+    logits = torch.tensor([[math.nan] * 9, [2.0, 1.0, 0.0] * 3])
+    config = SamplingConfig(temperature=1.0, top_k=8, top_p=0.6)
+    assert_close(probabilities(logits, config)[1], probabilities(logits[1:], config)[0])
+
+
 @pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-9, 1e30])
 def test_no_temperature_breaks_the_probabilities(temperature):
     logits = torch.tensor([3.0, -80.0, 2.5])

@@ -4,11 +4,13 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.profilers import SimpleProfiler
 
 from configs.errors import UserError
+from model.lightning_module import GPTLightning
 from model.trainer import (
     NoProfiler,
     build_trainer,
@@ -62,3 +64,11 @@ def test_a_profiler_that_is_asked_for_is_there(tmp_path, wanted, kind):
     options = resolve({"max_steps": 1, "accelerator": "cpu", "profiler": wanted})
     trainer = build_trainer(options, 1, 1, [], default_root_dir=tmp_path, logger=False, enable_checkpointing=False)
     assert type(trainer.profiler) is kind
+
+
+def test_a_batch_moves_only_where_it_is_not_there_yet():
+    module, batch = GPTLightning.__new__(GPTLightning), torch.arange(6).view(2, 3)
+    assert module.transfer_batch_to_device(batch, torch.device("cpu"), 0) is batch
+    assert module.transfer_batch_to_device(batch, torch.device("meta"), 0).device.type == "meta"
+    moved = module.transfer_batch_to_device((batch, batch), torch.device("meta"), 0)
+    assert [tensor.device.type for tensor in moved] == ["meta", "meta"]
