@@ -46,10 +46,10 @@ audit: $(VENV)/.run   ## look up what is installed among known vulnerabilities; 
 	@$(VENV)/audit/bin/pip-audit --path "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
 see: $(VENV)/.run   ## look at a model's attention; more with ARGS='prompt="Orange is my favorite fruit" png=maps.png'
-	@$(BIN)/python -m model.see $(ARGS)
+	@$(BIN)/python -m analysis.inspect_attention $(ARGS)
 
 lessons: $(VENV)/.run   ## how masks work and what attention costs, in tables
-	@$(BIN)/python -m model.lessons $(ARGS)
+	@$(BIN)/python -m analysis.lessons $(ARGS)
 
 bench: $(VENV)/.dev   ## measure speed side by side: training, Lightning, start, drawing, products, attention, context, sampling
 	@$(BIN)/python -m benchmarks.training_speed

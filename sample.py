@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import configs.ctrl_c  # noqa: F401  # isort: skip -- first: Ctrl-C may come during the other imports
+import system.interrupts  # noqa: F401  # isort: skip -- first: Ctrl-C may come during the other imports
 
 import json
 import math
@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
-from configs.command_line import compose, one_line_errors, quiet_end, read_prompt, refuse_other_endings
-from configs.errors import UserError
+from configs.cli import compose, one_line_errors, quiet_end, read_prompt, refuse_other_endings
 from configs.schema import build
-from configs.slow_imports import slow_imports
 from model.config import SamplingConfig
+from system.deferred_imports import slow_imports
+from system.errors import UserError
 
 if TYPE_CHECKING:  # torch is imported after what can be refused without it
-    from model.checkpoint import Checkpoint
-    from model.writing import Scores
+    from checkpoint.checkpoint import Checkpoint
+    from sampling.text import Scores
 
 # Foreground colours (xterm's 256), from a token that was expected to one that was not, and the bits from which on.
 COLOURS = ((0, 244), (1, 71), (3, 178), (6, 208), (9, 196))
@@ -38,8 +38,8 @@ def main(config: DictConfig) -> None:
     refuse_contradictions(config, prompt)
 
     with slow_imports():
-        from model.checkpoint import find_checkpoint, load_checkpoint
-        from model.writing import score_text
+        from checkpoint.checkpoint import find_checkpoint, load_checkpoint
+        from sampling.text import score_text
 
     device = pick_device(config.device)
     checkpoint = load_checkpoint(find_checkpoint(config.checkpoint, config.runs_dir), device)
@@ -70,7 +70,7 @@ def refuse_contradictions(config: DictConfig, prompt: str) -> None:
 
 def write_samples(checkpoint: Checkpoint, prompt: str, config: SamplingConfig, as_json: bool, first: int = 0) -> None:
     """Streams the continuations of a prompt, or prints a JSON object for each; samples count from `first`."""
-    from model.writing import prompt_ids, write
+    from sampling.text import prompt_ids, write
 
     num_tokens, context = len(prompt_ids(checkpoint.tokenizer, prompt)), checkpoint.network.config.context_length
     if num_tokens > context:

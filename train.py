@@ -6,7 +6,7 @@ events, the config and summary.json. A run that was stopped goes on with resume=
 
 from __future__ import annotations
 
-import configs.ctrl_c  # noqa: F401  # isort: skip -- first: Ctrl-C may come during the other imports
+import system.interrupts  # noqa: F401  # isort: skip -- first: Ctrl-C may come during the other imports
 
 import json
 import logging
@@ -23,11 +23,18 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from configs.command_line import run as run_command
-from configs.counted import counted
-from configs.errors import UserError
-from configs.resume import Resumed, resumed_run
-from configs.run_directory import (
+from configs.cli import run as run_command
+from configs.schema import build
+from data.config import DataConfig, TokenizerConfig
+from data.corpus import Corpus, find_files
+from model.config import GPTConfig, OptimizerConfig, SamplingConfig
+from system.deferred_imports import slow_imports
+from system.errors import UserError
+from system.files import written_whole
+from system.memory import refuse_beyond_memory
+from system.text import counted
+from training.resume import Resumed, resumed_run
+from training.run_dir import (
     claimed,
     given_keys,
     job_start,
@@ -40,20 +47,13 @@ from configs.run_directory import (
     tensorboard_command,
     this_python,
 )
-from configs.schema import build
-from configs.slow_imports import slow_imports
-from configs.whole_file import written_whole
-from data.config import DataConfig, TokenizerConfig
-from data.corpus import Corpus, find_files
-from model.config import GPTConfig, OptimizerConfig, SamplingConfig
-from model.memory import refuse_beyond_memory
 
 if TYPE_CHECKING:  # the slow imports are in main: a mistake on the command line is answered before them
     from lightning.pytorch import Trainer
 
-    from model.checkpoint import Checkpoint
+    from checkpoint.checkpoint import Checkpoint
     from model.gpt import GPT
-    from model.run import Run
+    from training.setup import Run
 
 VERSION = "0.1.0"
 say = logging.getLogger("train").info
@@ -67,11 +67,11 @@ def main(config: DictConfig) -> None:
     refuse_early(config)
 
     with slow_imports():
-        from model.allocator import keep_freed_memory
-        from model.faults import memory_explained, writing_explained
-        from model.keeping import StopOnSignal
-        from model.old_weights import old_weights
-        from model.run import build_parts, prepare
+        from system.allocator import keep_freed_memory
+        from training.checkpointing import StopOnSignal
+        from training.error_context import memory_explained, writing_explained
+        from training.initial_state import old_weights
+        from training.setup import build_parts, prepare
 
     keep_freed_memory()
     log_to(None)  # again: importing Lightning made its own loggers talk
@@ -116,8 +116,8 @@ def refuse_size_of_fixed_vocabulary(tokenizer: TokenizerConfig) -> None:
 
 def open_directory(run: Run, run_dir: Path, resumed: Resumed | None) -> None:
     """Makes the directory that of a run in progress: config.yaml, train.log, and nothing from after the checkpoint."""
-    from model.events import rewind_events
-    from model.keeping import tidy_checkpoints
+    from training.checkpointing import tidy_checkpoints
+    from training.tensorboard import rewind_events
 
     first = not started_by_lightning()  # of the processes of several devices
     if first:
@@ -134,7 +134,7 @@ def open_directory(run: Run, run_dir: Path, resumed: Resumed | None) -> None:
 @contextmanager
 def signal_answered(trainer: Trainer, run_dir: Path) -> Iterator[None]:
     """Says, when a signal stops the run, what is saved and how to go on."""
-    from model.keeping import StoppedBySignal, saved_step
+    from training.checkpointing import StoppedBySignal, saved_step
 
     try:
         yield
@@ -147,8 +147,8 @@ def signal_answered(trainer: Trainer, run_dir: Path) -> Iterator[None]:
 
 def fit(run: Run, trainer: Trainer, run_dir: Path) -> None:
     """Trains, from the old weights on if there are any, and validates the best ones on the whole split."""
-    from model.checkpoint import record_validation
-    from model.keeping import best_or_last
+    from checkpoint.checkpoint import record_validation
+    from training.checkpointing import best_or_last
 
     if run.picked:
         say(run.picked)
@@ -175,8 +175,8 @@ def describe(network: GPT, trainer: Trainer) -> str:
 
 def summarise(run: Run, trainer: Trainer, run_dir: Path) -> None:
     """Writes summary.json, with which the run is finished, and prints what it came to."""
-    from model.checkpoint import load_checkpoint
-    from model.generation import generate
+    from checkpoint.checkpoint import load_checkpoint
+    from sampling.sampler import generate
 
     if not trainer.is_global_zero:
         return

@@ -1,3 +1,3 @@
 """Side-by-side measurements: python -m benchmarks.NAME. Ctrl-C ends each with 130 and no traceback."""
 
-import configs.ctrl_c  # noqa: F401
+import system.interrupts  # noqa: F401

@@ -21,12 +21,12 @@ from benchmarks.context_cost import now
 from benchmarks.machine import machine
 from benchmarks.memory_of import measure_memory
 from benchmarks.workload import attention_pass
-from configs.command_line import compose, one_line_errors
-from configs.counted import counted
-from configs.errors import UserError
+from configs.cli import compose, one_line_errors
 from model.config import GPTConfig
-from model.flex_attention import BLOCK, flex_works
+from model.kernels.flex_attention import BLOCK, flex_works
 from sample import pick_device
+from system.errors import UserError
+from system.text import counted
 
 WINDOW, ROUNDS = 256, 7
 SHAPE = GPTConfig(vocab_size=1, num_heads=4, d_model=128, attention_window=WINDOW)

@@ -23,15 +23,15 @@ from benchmarks.growth import Growth, fit_growth, where_equal
 from benchmarks.machine import machine
 from benchmarks.memory_of import measure_memory
 from benchmarks.workload import attention_pass, training_step
-from configs.command_line import compose, one_line_errors, refuse_other_endings
-from configs.counted import counted
-from configs.errors import UserError
+from configs.cli import compose, one_line_errors, refuse_other_endings
 from configs.schema import build
-from model.allocator import keep_freed_memory
 from model.config import GPTConfig, OptimizerConfig
-from model.cost import IMPLEMENTATIONS, attention_flops, crossing_by_flops, kept_bytes, score_matrix_bytes, step_flops
-from model.linear import Linear
+from model.flops import IMPLEMENTATIONS, attention_flops, crossing_by_flops, kept_bytes, score_matrix_bytes, step_flops
+from model.kernels.linear import Linear
 from sample import pick_device
+from system.allocator import keep_freed_memory
+from system.errors import UserError
+from system.text import counted
 
 SECONDS_A_TIMING = 0.8
 """Short workloads are repeated for so long, slow ones LEAST_RUNS times."""

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.machine import machine
-from configs.command_line import one_line_errors
+from checkpoint.checkpoint import find_checkpoint, load_checkpoint
+from configs.cli import one_line_errors
 from data.tokenizer import encode
-from model.checkpoint import find_checkpoint, load_checkpoint
-from model.generation import score
+from sampling.sampler import score
 
 CHARACTERS = 40_000
 TEXT = Path(__file__).parents[1] / "data/shakespeare.txt"

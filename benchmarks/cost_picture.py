@@ -11,8 +11,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-from configs.counted import counted
-from model.colors import LIGHT, line_styles
+from analysis.colors import LIGHT, line_styles
+from system.text import counted
 
 if TYPE_CHECKING:
     from benchmarks.context_cost import Measured

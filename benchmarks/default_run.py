@@ -10,15 +10,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs.schema import build
 from data.config import DataConfig, TokenizerConfig
-from data.module import TextData
-from model.allocator import keep_freed_memory
-from model.callbacks import Metrics, Progress, Snapshots
 from model.config import GPTConfig, OptimizerConfig
 from model.gpt import GPT
-from model.keeping import KeepLast, StopOnSignal
-from model.lightning_module import GPTLightning
-from model.run import trainer_in
-from model.trainer import resolve
+from system.allocator import keep_freed_memory
+from training.callbacks import Metrics, Progress, Snapshots
+from training.checkpointing import KeepLast, StopOnSignal
+from training.datamodule import TextData
+from training.lightning_module import GPTLightning
+from training.setup import trainer_in
+from training.trainer import resolve
 
 
 def prepared_text(config: DictConfig) -> TextData:

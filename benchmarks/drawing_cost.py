@@ -20,11 +20,11 @@ from lightning.pytorch import Callback
 
 from benchmarks.default_run import prepared_text, snapshots_of, train
 from benchmarks.machine import machine
-from configs.command_line import compose, one_line_errors
-from configs.counted import counted
-from model.budget import DEFAULT_TIME
-from model.callbacks import Snapshots
-from model.keeping import StopOnSignal
+from configs.cli import compose, one_line_errors
+from system.text import counted
+from training.budget import DEFAULT_TIME
+from training.callbacks import Snapshots
+from training.checkpointing import StopOnSignal
 
 STEPS = 200
 PROMISED_SHARE = 0.03

@@ -4,9 +4,9 @@ from importlib.util import find_spec
 
 from torch import nn
 
-from configs.errors import UserError
 from model.config import GPTConfig
 from model.gpt import GPT
+from system.errors import UserError
 
 
 def refuse_without_transformers() -> None:

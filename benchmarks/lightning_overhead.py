@@ -23,15 +23,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.default_run import new_network, prepared_text, snapshots_of, train
 from benchmarks.machine import machine
-from configs.command_line import compose, one_line_errors
-from configs.counted import counted
+from configs.cli import compose, one_line_errors
 from configs.schema import build
-from data.module import TextData
-from model.bfloat16 import products_in
 from model.config import OptimizerConfig
-from model.keeping import StopOnSignal
-from model.optimizer import build_optimizer, lr_factor
-from model.trainer import resolve
+from model.kernels.bfloat16 import products_in
+from system.text import counted
+from training.checkpointing import StopOnSignal
+from training.datamodule import TextData
+from training.optim import build_optimizer, lr_factor
+from training.trainer import resolve
 
 WARMUP_STEPS, ROUNDS = 20, 15
 
@@ -116,7 +116,7 @@ def measure(model: Model, overrides: list[str]) -> dict[str, float]:
 
 def main() -> None:
     """Measures both models, and prints one JSON line."""
-    gc.freeze()  # as train.py does after its imports: configs/slow_imports.py
+    gc.freeze()  # as train.py does after its imports: system/deferred_imports.py
     print(f"on the CPU, {counted(torch.get_num_threads(), 'thread')}")
     results = {model.name: measure(model, sys.argv[1:]) for model in MODELS}
     print(

@@ -1,4 +1,4 @@
-"""What model/linear.py brings on this machine: float32 products of the default network, by MKL and by oneDNN.
+"""What model/kernels/linear.py brings on this machine: float32 products of the default network, by MKL and by oneDNN.
 
     python -m benchmarks.linear_speed
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.machine import machine
-from model.onednn import has_onednn, onednn_is_faster, onednn_linear
+from model.kernels.onednn import has_onednn, onednn_is_faster, onednn_linear
 
 TOKENS = 24 * 64  # a batch of the default run
 SHAPES = {"attention in": (128, 384), "attention out": (128, 128), "mlp up": (128, 512), "mlp down": (512, 128)}
@@ -31,7 +31,7 @@ def step_ms(product, x: Tensor, weight: Tensor, grad: Tensor) -> float:
 def main() -> None:
     """Prints a line a shape, and one JSON line."""
     if not has_onednn():
-        raise SystemExit("this PyTorch carries no oneDNN: model/linear.py uses PyTorch's own product")
+        raise SystemExit("this PyTorch carries no oneDNN: model/kernels/linear.py uses PyTorch's own product")
     print(f"{'layer':14} {'PyTorch, ms':>12} {'oneDNN, ms':>11} {'GFLOP/s':>16} {'ratio':>7}")
     totals = [0.0, 0.0]
     for name, (inputs, outputs) in SHAPES.items():
@@ -44,7 +44,7 @@ def main() -> None:
         speeds = [3 * 2 * TOKENS * inputs * outputs / ms / 1e6 for ms in (theirs, ours)]
         print(f"{name:14} {theirs:12.2f} {ours:11.2f} {speeds[0]:8.0f}{speeds[1]:8.0f} {theirs / ours:7.2f}")
     chosen = "oneDNN" if onednn_is_faster() else "PyTorch's own"
-    print(f"model/linear.py uses {chosen} on this machine")
+    print(f"model/kernels/linear.py uses {chosen} on this machine")
     print(json.dumps({"benchmark": "linear_speed", "machine": machine(),
                       "torch_ms": round(totals[0], 3), "onednn_ms": round(totals[1], 3),
                       "ratio": round(totals[0] / totals[1], 3)}))  # fmt: skip

@@ -6,7 +6,7 @@ from datetime import date
 from importlib import metadata
 from pathlib import Path
 
-from configs.counted import counted
+from system.text import counted
 
 
 def machine() -> str:

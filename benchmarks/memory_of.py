@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from benchmarks import workload
-from model.memory import memory_mb, peak_memory_mb, reset_peak_memory
+from system.memory import memory_mb, peak_memory_mb, reset_peak_memory
 
 # A server process that has imported torch and run nothing yet; every measurement forks from it in milliseconds.
 _METHOD = "forkserver" if sys.platform == "linux" else "spawn"

@@ -19,8 +19,8 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from benchmarks.machine import machine
-from configs.command_line import compose, one_line_errors
-from configs.errors import UserError
+from configs.cli import compose, one_line_errors
+from system.errors import UserError
 
 PROJECT = Path(__file__).resolve().parents[1]
 

@@ -29,19 +29,19 @@ import torch.nn.functional as F
 
 from benchmarks.hugging_face import hugging_face_gpt2, refuse_without_transformers
 from benchmarks.machine import machine
-from configs.command_line import one_line_errors
-from configs.counted import counted
+from checkpoint.checkpoint import NETWORK_PREFIX, gpt_entry
+from configs.cli import one_line_errors
 from data.config import TokenizerConfig
 from data.tokenizer import build_tokenizer
-from model.cache import Decoder
-from model.checkpoint import NETWORK_PREFIX, gpt_entry
 from model.config import GPTConfig, SamplingConfig
-from model.generation import generate_batch
 from model.gpt import GPT
-from model.kept import Kept, KeptForMany
-from model.linear import Linear, packed, small_matrix
-from model.onednn import has_onednn, onednn_is_faster, onednn_linear
-from model.writing import TextStream
+from model.kernels.linear import Linear, packed, small_matrix
+from model.kernels.onednn import has_onednn, onednn_is_faster, onednn_linear
+from sampling.decoder import Decoder
+from sampling.kv_cache import Kept, KeptForMany
+from sampling.sampler import generate_batch
+from sampling.text import TextStream
+from system.text import counted
 
 BABY = GPTConfig(vocab_size=65, num_layers=6, num_heads=6, d_model=384, context_length=256)
 SMALL = GPTConfig(vocab_size=1024)
@@ -160,7 +160,7 @@ def seconds_to_first_character(network: GPT) -> tuple[float, float]:
         weights = {NETWORK_PREFIX + name: weight for name, weight in network.state_dict().items()}
         entry = gpt_entry(network.config, tokenizer, 0, {"nats_per_token": 0.0, "bits_per_byte": 0.0})
         torch.save({"gpt": entry, "state_dict": weights}, path)
-        load = f"import configs.ctrl_c, torch; torch.load({str(path)!r}, weights_only=True)"
+        load = f"import system.interrupts, torch; torch.load({str(path)!r}, weights_only=True)"
         ours, bare = [], []
         for _ in range(ROUNDS + 1):
             start = time.perf_counter()

@@ -6,7 +6,7 @@ Three steps, on the CPU in float32: the default run's, and those of a GPT-2 of 4
 shapes of a batch. The default's once more with its products in bfloat16, where the processor has units for it, as
 train.py does then. A step is forward, backward and optimiser in a loop written by hand; no loader, no logging.
 
-The share: operations of a step on paper (model/cost.py; none are counted for the optimiser, though its time is),
+The share: operations of a step on paper (model/flops.py; none are counted for the optimiser, though its time is),
 over the step's time, over the speed of the matrix products alone. Those are all the products of the step's forward
 and backward pass at their shapes, in the same type, through the library that the model takes for each; all their
 operations over all their time.
@@ -30,18 +30,18 @@ from torch import Tensor
 
 from benchmarks.hugging_face import hugging_face_gpt2, refuse_without_transformers
 from benchmarks.machine import machine
-from configs.command_line import compose, one_line_errors
-from configs.counted import counted
+from configs.cli import compose, one_line_errors
 from configs.schema import build
-from model.allocator import keep_freed_memory
-from model.bfloat16 import BFLOAT16_PRODUCTS, has_bfloat16_units, products_in
 from model.config import GPTConfig, OptimizerConfig
-from model.cost import step_flops
+from model.flops import step_flops
 from model.gpt import GPT
-from model.linear import Linear
-from model.loss import CHUNK_ROWS
-from model.onednn import goes_through_onednn, prefer_onednn, raw_onednn_product
-from model.optimizer import build_optimizer
+from model.kernels.bfloat16 import BFLOAT16_PRODUCTS, has_bfloat16_units, products_in
+from model.kernels.cross_entropy import CHUNK_ROWS
+from model.kernels.linear import Linear
+from model.kernels.onednn import goes_through_onednn, prefer_onednn, raw_onednn_product
+from system.allocator import keep_freed_memory
+from system.text import counted
+from training.optim import build_optimizer
 
 WARMUP_STEPS, STEPS, ROUNDS = 5, 15, 9
 PROMISED_SHARE, PROMISED_RATIO, PROMISED_COMPILED_RATIO = 0.55, 1.3, 1.2
@@ -140,7 +140,7 @@ def products_of(case: Case) -> tuple[list[Product], list[Product]]:
     linear = []
     for layer in network.modules():
         if isinstance(layer, Linear):
-            # model/loss.py makes the output layer's in chunks.
+            # model/kernels/cross_entropy.py makes the output layer's in chunks.
             rows = CHUNK_ROWS if layer is network.output and case.config.logit_soft_cap is None else case.tokens
             for first in range(0, case.tokens, rows):
                 linear += linear_products(min(rows, case.tokens - first), layer, case.precision)

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from model.attention import fused_attention, written_out_attention
 from model.config import GPTConfig, OptimizerConfig
-from model.flex_attention import flex_windowed_attention
 from model.gpt import GPT
-from model.optimizer import build_optimizer
-from model.windowed_attention import attention_in_blocks, windowed_attention
+from model.kernels.flex_attention import flex_windowed_attention
+from model.kernels.sliding_window import attention_in_blocks, windowed_attention
+from training.optim import build_optimizer
 
 # Windowed attention as the model takes it, and the two ways it can go on CUDA, whichever it would take.
 WINDOWED = {"windowed": windowed_attention, "blocks": attention_in_blocks, "flex": flex_windowed_attention}

@@ -13,10 +13,10 @@ from typing import Any, TypeVar, get_type_hints
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from configs.errors import UserError
-from configs.run_directory import new_sweep_dir
 from data.config import DataConfig, TokenizerConfig
 from model.config import GPTConfig, OptimizerConfig, SamplingConfig
+from system.errors import UserError
+from training.run_dir import new_sweep_dir
 
 T = TypeVar("T")
 
@@ -158,7 +158,7 @@ def register() -> None:
     groups = {"model": GPTConfig, "data": DataConfig, "tokenizer": TokenizerConfig, "optimizer": OptimizerConfig}
     for group, config_class in groups.items():
         store(group=group, name="schema", node=_thawed(config_class))
-    # Lightning's options are Lightning's to know: any key passes here, model/trainer.py refuses unknown ones.
+    # Lightning's options are Lightning's to know: any key passes here, training/trainer.py refuses unknown ones.
     store(group="trainer", name="schema", node=OmegaConf.create({}, flags={"struct": False}))
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from configs.errors import UserError
+from system.errors import UserError
 
 IGNORE = -100  # target that torch's cross_entropy leaves out
 

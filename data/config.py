@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from configs.errors import UserError
+from system.errors import UserError
 
 MAX_VOCAB_SIZE = 1_000_000
 MAX_BATCH_SIZE = 1 << 20

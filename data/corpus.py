@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
-from configs.errors import UserError
+from system.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ import numpy as np
 import tiktoken
 import tiktoken.load
 
-from configs.errors import UserError
-from data.cache_file import Damaged, checked_size, written_to_cache
+from data.cache import Damaged, checked_size, written_to_cache
 from data.config import TokenizerConfig, vocab_size_for
 from data.corpus import Split
+from system.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import check_heads
-from model.linear import Linear
-from model.norm import rms_norm
-from model.onednn import MIN_LENGTH, goes_through_onednn, onednn_attention, short_attention
-from model.windowed_attention import windowed_attention
+from model.kernels.linear import Linear
+from model.kernels.norm import rms_norm
+from model.kernels.onednn import MIN_LENGTH, goes_through_onednn, onednn_attention, short_attention
+from model.kernels.sliding_window import windowed_attention
 
 
 class MultiHeadAttention(nn.Module):
@@ -140,7 +140,7 @@ def fused_attention(
 ) -> Tensor:
     """The same as `written_out_attention` in one call: PyTorch's SDPA, which never holds all scores.
 
-    On CPUs where oneDNN is faster, a short text's are held: see model/onednn.py.
+    On CPUs where oneDNN is faster, a short text's are held: see model/kernels/onednn.py.
 
     Args:
         q: (B, H, T, D).

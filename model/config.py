@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 
-from configs.errors import UserError
+from system.errors import UserError
 
 LARGEST = 1 << 24  # of any of a network's sizes: beyond it not even the messages come in time
 

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.activation import gelu, squared_relu
 from model.attention import MultiHeadAttention, rope_tables
 from model.config import GPTConfig
-from model.dropout import Dropout
-from model.linear import Linear
-from model.loss import output_loss
-from model.norm import RMSNorm
+from model.kernels.activation import gelu, squared_relu
+from model.kernels.cross_entropy import output_loss
+from model.kernels.dropout import Dropout
+from model.kernels.linear import Linear
+from model.kernels.norm import RMSNorm
 
 
 def build_norm(config: GPTConfig) -> nn.Module:

@@ -23,8 +23,8 @@ from hydra.core.global_hydra import GlobalHydra
 
 import sample
 import train
-from configs.command_line import compose, one_line_errors, run
-from configs.run_directory import job_start
+from configs.cli import compose, one_line_errors, run
+from training.run_dir import job_start
 
 # Tiny tensors gain nothing from a second thread, and several test processes would fight over the cores.
 torch.set_num_threads(1)

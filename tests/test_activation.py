@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from model.activation import FEW, gelu, squared_relu
+from model.kernels.activation import FEW, gelu, squared_relu
 
 
 def gelu_by_torch(x: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import pytest
 
 COUNT = """
 import resource, sys, torch
-from model.allocator import keep_freed_memory
+from system.allocator import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory()
 def step():

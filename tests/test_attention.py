@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from configs.errors import UserError
 from model.attention import MultiHeadAttention, rope_tables, rotate, written_out_attention
+from system.errors import UserError
 
 D_MODEL, HEADS, HEAD_DIM, BATCH, QUERIES, KEYS = 24, 4, 6, 3, 5, 7
 CAUSAL = torch.ones(QUERIES, QUERIES).tril()

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from model.attention_page import attention_page, embeddable
-from model.colors import SCALE, color_rows
+from analysis.attention_html import attention_page, embeddable
+from analysis.colors import SCALE, color_rows
 
 
 def random_maps(layers: int, heads: int, T: int) -> np.ndarray:

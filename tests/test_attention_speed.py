@@ -8,8 +8,8 @@ import torch
 
 from benchmarks import attention_speed
 from benchmarks.workload import attention_pass
-from configs.command_line import compose
-from configs.errors import UserError
+from configs.cli import compose
+from system.errors import UserError
 
 SMALL = ["lengths=[384,768]", "tokens_per_batch=768"]
 

@@ -15,9 +15,9 @@ import pytest
 import safetensors.torch
 import torch
 
+from checkpoint.checkpoint import NETWORK_PREFIX, gpt_entry, load_checkpoint
 from data.config import TokenizerConfig
 from data.tokenizer import build_tokenizer
-from model.checkpoint import NETWORK_PREFIX, gpt_entry, load_checkpoint
 from model.config import GPTConfig
 from model.gpt import GPT
 

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.errors import UserError
 from data.batches import TrainBatches, ValBatches
-from data.module import DataConfig, TextData
 from data.tokenizer import TokenizerConfig
+from system.errors import UserError
+from training.datamodule import DataConfig, TextData
 
 
 def ids(n, dtype=np.uint16):

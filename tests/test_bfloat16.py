@@ -9,14 +9,14 @@ from lightning.pytorch import LightningModule
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
-import model.run
-import model.trainer
-from configs.errors import UserError
-from model.bfloat16 import BFLOAT16_PRODUCTS, bfloat16_products, made_in_bfloat16, products_in
+import training.setup
+import training.trainer
 from model.config import GPTConfig
 from model.gpt import GPT
-from model.linear import Linear
-from model.trainer import best_precision, build_trainer, resolve
+from model.kernels.bfloat16 import BFLOAT16_PRODUCTS, bfloat16_products, made_in_bfloat16, products_in
+from model.kernels.linear import Linear
+from system.errors import UserError
+from training.trainer import best_precision, build_trainer, resolve
 
 TINY = dict(num_layers=2, num_heads=2, d_model=32, context_length=16, positions="rope", norm="rmsnorm", mlp="relu2")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -94,7 +94,7 @@ def test_second_derivative_is_refused_and_never_wrong():
 
 @pytest.mark.parametrize("has_units", [True, False])
 def test_auto_takes_it_where_the_processor_has_units(monkeypatch, has_units):
-    monkeypatch.setattr(model.trainer, "has_bfloat16_units", lambda: has_units)
+    monkeypatch.setattr(training.trainer, "has_bfloat16_units", lambda: has_units)
     assert best_precision(CPU) == (BFLOAT16_PRODUCTS if has_units else "32-true")
     options = {"precision": "auto", "max_steps": 1, "accelerator": "cpu"}
     assert resolve(options)["precision"] == best_precision(CPU)
@@ -102,7 +102,7 @@ def test_auto_takes_it_where_the_processor_has_units(monkeypatch, has_units):
 
 
 def test_elsewhere_than_on_a_cpu_it_is_refused(monkeypatch):
-    monkeypatch.setattr(model.trainer, "expected_device", lambda options: CUDA)
+    monkeypatch.setattr(training.trainer, "expected_device", lambda options: CUDA)
     with pytest.raises(UserError, match=r"bf16-products.*32-true"):
         resolve({"precision": BFLOAT16_PRODUCTS, "max_steps": 1})
 
@@ -119,8 +119,8 @@ def test_where_no_precision_is_given_it_is_float32(options):
 
 
 def test_compiled_a_network_trains_in_float32(train_here, monkeypatch):
-    monkeypatch.setattr(model.trainer, "has_bfloat16_units", lambda: True)
-    monkeypatch.setattr(model.run, "compile_if_wanted", lambda *args: None)  # it takes a minute
+    monkeypatch.setattr(training.trainer, "has_bfloat16_units", lambda: True)
+    monkeypatch.setattr(training.setup, "compile_if_wanted", lambda *args: None)  # it takes a minute
     assert "in 32-true" in train_here("compile=true", "trainer.max_steps=1").stdout
 
 

@@ -12,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from configs.command_line import compose
-from configs.errors import UserError
+from configs.cli import compose
 from configs.schema import build
 from data.config import DEFAULT_VOCAB_SIZES
-from model import budget as module
-from model.budget import (
+from model.config import GPTConfig
+from model.gpt import GPT
+from system.errors import UserError
+from training import budget as module
+from training.budget import (
     DEFAULT_TIME,
     HEAD_DIM,
     RATES,
@@ -29,8 +31,6 @@ from model.budget import (
     time_to_train,
     with_recipe,
 )
-from model.config import GPTConfig
-from model.gpt import GPT
 
 SMALL = Recipe(0.0, num_layers=1, d_model=64, vocab_size=1024, bigram_dropout=0.1, learning_rates=2.0)
 LARGE = Recipe(10.0, num_layers=3, d_model=192, vocab_size=4096, bigram_dropout=0.5, dropout=0.1)

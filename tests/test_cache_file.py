@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data import cache_file
-from data.cache_file import Damaged, checked_size, written_to_cache
+from data import cache as cache_file
+from data.cache import Damaged, checked_size, written_to_cache
 from data.config import TokenizerConfig
 from data.corpus import Corpus
-from data.token_file import load_tokens, token_path
 from data.tokenizer import build_tokenizer, fingerprint
+from data.tokens import load_tokens, token_path
 
 TEXT = "What, you egg! Young fry of treachery! ☃\n" * 40
 SMALL = ("model.context_length=16", "model.d_model=32", "model.num_heads=2", "model.bigram_rows=64")

@@ -1,4 +1,4 @@
-"""One scale everywhere: what the pictures, the page and the curves show is model/colors.py's."""
+"""One scale everywhere: what the pictures, the page and the curves show is analysis/colors.py's."""
 
 import re
 from dataclasses import replace
@@ -9,13 +9,13 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
+from analysis import attention_plot as attention_picture
+from analysis.attention_html import attention_page
+from analysis.attention_plot import draw_attention
+from analysis.colors import DARK, LIGHT, ON_PAPER, SCALE, WHITE_TEXT_FROM, color_rows, line_styles, rgb
 from benchmarks import cost_picture
 from benchmarks.context_cost import Measured, Reading, Timing
 from benchmarks.cost_picture import draw_cost
-from model import attention_picture
-from model.attention_page import attention_page
-from model.attention_picture import draw_attention
-from model.colors import DARK, LIGHT, ON_PAPER, SCALE, WHITE_TEXT_FROM, color_rows, line_styles, rgb
 from model.config import GPTConfig
 
 

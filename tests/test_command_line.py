@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from benchmarks import quality
-from configs.command_line import compose, explain, run
-from configs.errors import UserError
-from configs.run_directory import make_new_dir
+from configs.cli import compose, explain, run
 from configs.schema import ROOTS, build
 from data.config import DataConfig, TokenizerConfig
 from model.config import GPTConfig, OptimizerConfig
+from system.errors import UserError
+from training.run_dir import make_new_dir
 
 PROJECT = Path(__file__).resolve().parents[1]
 
@@ -366,8 +366,8 @@ def test_runs_started_in_the_same_second_get_directories_of_their_own(tmp_path):
 MAKE_ONE = """
 import sys, time
 from pathlib import Path
-from configs.command_line import run
-from configs.run_directory import new_run_dir
+from configs.cli import run
+from training.run_dir import new_run_dir
 go = Path(sys.argv.pop(1))
 def task(config):
     go.with_name(f"ready{time.monotonic_ns()}").touch()

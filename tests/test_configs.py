@@ -10,12 +10,12 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from configs import schema
-from configs.command_line import CONFIG_DIR, compose
+from configs.cli import CONFIG_DIR, compose
 from data.config import DataConfig, TokenizerConfig
 from model.config import GPTConfig, OptimizerConfig, SamplingConfig
 from model.gpt import GPT
-from model.optimizer import build_optimizer
-from model.trainer import resolve
+from training.optim import build_optimizer
+from training.trainer import resolve
 
 GROUPS = {"model": GPTConfig, "data": DataConfig, "tokenizer": TokenizerConfig, "optimizer": OptimizerConfig}
 FILES = sorted(path.relative_to(CONFIG_DIR) for path in Path(CONFIG_DIR).rglob("*.yaml"))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from data import build_corpus
-from data.build_corpus import check_only_shakespeare, clean_work, mend_slips, read_works, tidy_line
+from data import prepare_shakespeare as build_corpus
+from data.prepare_shakespeare import check_only_shakespeare, clean_work, mend_slips, read_works, tidy_line
 
 DATA = Path(build_corpus.__file__).parent
 RAW = (DATA / "shakespeare.txt").read_bytes()

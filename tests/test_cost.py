@@ -14,11 +14,10 @@ from benchmarks import context_cost
 from benchmarks.growth import fit_growth, where_equal
 from benchmarks.memory_of import measure_memory
 from benchmarks.workload import WrittenOut, attention_pass
-from configs.command_line import compose
-from configs.errors import UserError
+from configs.cli import compose
 from model.attention import written_out_attention
 from model.config import GPTConfig
-from model.cost import (
+from model.flops import (
     IMPLEMENTATIONS,
     attention_flops,
     attention_pairs,
@@ -31,6 +30,7 @@ from model.cost import (
     step_flops,
 )
 from model.gpt import GPT
+from system.errors import UserError
 
 PROJECT = Path(__file__).resolve().parents[1]
 T, SEQUENCES = 24, 3
@@ -61,7 +61,7 @@ def written_out(c: GPTConfig) -> GPT:
 @pytest.fixture
 def counted(monkeypatch):
     """PyTorch counts its own matrix products only, not those of oneDNN."""
-    monkeypatch.setattr("model.onednn.onednn_is_faster", lambda: False)
+    monkeypatch.setattr("model.kernels.onednn.onednn_is_faster", lambda: False)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

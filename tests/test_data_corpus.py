@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from configs.errors import UserError
 from data.corpus import Corpus, find_files
+from system.errors import UserError
 
 PROJECT = Path(__file__).resolve().parents[1]
 

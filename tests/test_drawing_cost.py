@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import drawing_cost
 from benchmarks.drawing_cost import TimedDrawing
-from model.callbacks import Snapshots
+from training.callbacks import Snapshots
 
 PROJECT = Path(__file__).resolve().parents[1]
 TINY = [

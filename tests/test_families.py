@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from configs import schema
-from configs.command_line import compose
+from configs.cli import compose
 from model.config import GPTConfig
 from model.gpt import GPT
 

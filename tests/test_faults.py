@@ -18,10 +18,10 @@ import pytest
 import torch
 from conftest import PROJECT
 
-from configs.errors import UserError
-from model.checkpoint import load_checkpoint
-from model.checkpoint_file import SEAL_BYTES, read_checkpoint, write_checkpoint
-from model.lightning_module import GPTLightning
+from checkpoint.checkpoint import load_checkpoint
+from checkpoint.io import SEAL_BYTES, read_checkpoint, write_checkpoint
+from system.errors import UserError
+from training.lightning_module import GPTLightning
 
 
 def wait_for(process, pattern):
@@ -119,7 +119,11 @@ def programs():
     modules = [
         f"benchmarks.{path.stem}" for path in PROJECT.glob("benchmarks/*.py") if "__main__" in path.read_text("utf-8")
     ]
-    return [["train.py"], ["sample.py"], *(["-m", name] for name in ("model.see", "model.lessons", *modules))]
+    return [
+        ["train.py"],
+        ["sample.py"],
+        *(["-m", name] for name in ("analysis.inspect_attention", "analysis.lessons", *modules)),
+    ]
 
 
 @pytest.mark.parametrize("program", programs(), ids=lambda program: program[-1])
@@ -549,7 +553,7 @@ import gc, sys
 import psutil
 from lightning.pytorch import Callback, Trainer
 import train
-from configs.command_line import run
+from configs.cli import run
 
 class Watch(Callback):
     seen = []

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.testing import assert_close
 
-from model import flex_attention, windowed_attention
-from model.flex_attention import BLOCK, band_blocks, flex_windowed_attention, flex_works, goes_through_flex
+from model.kernels import flex_attention
+from model.kernels import sliding_window as windowed_attention
+from model.kernels.flex_attention import BLOCK, band_blocks, flex_windowed_attention, flex_works, goes_through_flex
 from tests.test_windowed_attention import HEADS, band, inputs
 
 WINDOWS = [1, 2, 100, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 300, 4 * BLOCK - 1]

@@ -15,14 +15,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from configs.errors import UserError
 from data.config import TokenizerConfig
 from data.tokenizer import build_tokenizer
-from model.cache import Decoder, dropped_when_full
 from model.config import GPTConfig, SamplingConfig
-from model.generation import generate, generate_batch, log_probabilities, probabilities, score
 from model.gpt import GPT
-from model.writing import TextStream
+from sampling.decoder import Decoder, dropped_when_full
+from sampling.sampler import generate, generate_batch, log_probabilities, probabilities, score
+from sampling.text import TextStream
+from system.errors import UserError
 
 LLAMA = {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied_embeddings": False}
 NANOCHAT = LLAMA | {"norm_affine": False, "mlp": "relu2", "qk_norm": True, "embedding_norm": True}
@@ -54,7 +54,7 @@ def network(context_length: int = 320, **fields) -> GPT:
 
 
 def in_view(ids: list[int], context_length: int) -> list[int]:
-    """What the model sees of a text, by the rule in model/cache.py."""
+    """What the model sees of a text, by the rule in sampling/decoder.py."""
     while len(ids) > context_length:
         ids = ids[dropped_when_full(context_length) :]
     return ids

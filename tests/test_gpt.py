@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from configs import schema
-from configs.command_line import compose
-from configs.errors import UserError
+from configs.cli import compose
 from data.config import TokenizerConfig
 from data.corpus import Corpus, find_files
 from data.tokenizer import build_tokenizer, encode
 from model.config import GPTConfig
 from model.gpt import GPT, BigramEmbedding
+from system.errors import UserError
 
 FAMILIES = ("gpt2", "llama", "nanochat", "tiny")
 TINY = {"vocab_size": 50, "context_length": 12, "num_layers": 3, "num_heads": 4, "d_model": 32}

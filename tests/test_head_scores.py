@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from model.config import GPTConfig
-from model.gpt import GPT
-from model.head_scores import (
+from analysis.head_detector import (
     entropy_bits,
     first_token_share,
     head_scores,
@@ -18,6 +16,8 @@ from model.head_scores import (
     previous_token_share,
     repeated_sequences,
 )
+from model.config import GPTConfig
+from model.gpt import GPT
 
 T = 12
 

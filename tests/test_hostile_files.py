@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from benchmarks import context_seen
+from checkpoint.checkpoint import NETWORK_PREFIX, gpt_entry, load_checkpoint
+from checkpoint.pickle_scan import refuse_unsafe
 from data.config import DataConfig, TokenizerConfig
-from data.module import TextData
 from data.tokenizer import build_tokenizer
-from model.checkpoint import NETWORK_PREFIX, gpt_entry, load_checkpoint
-from model.checkpoint_check import refuse_unsafe
 from model.config import GPTConfig
 from model.gpt import GPT
+from training.datamodule import TextData
 
 HUGE = 10**12
 
@@ -270,7 +270,7 @@ def test_value_that_asks_for_something_is_only_a_value(refuse, canary, tmp_path,
     def built(config):  # a network of any other size might take hours, or all memory
         return GPT(config) if config == GPTConfig(**good["gpt"]["model"]) else pytest.fail(f"is built: {config}")
 
-    monkeypatch.setattr("model.checkpoint.GPT", built)
+    monkeypatch.setattr("checkpoint.checkpoint.GPT", built)
     torch.save(good | {"gpt": good["gpt"] | changes(canary)[name]}, tmp_path / "bad.ckpt")
     assert refuse("sample", f"checkpoint={tmp_path / 'bad.ckpt'}").count("does not fit") == 1  # said once
 
@@ -338,7 +338,7 @@ def test_context_seen_measures_an_export_as_it_does_the_run(tmp_path, tiny_run, 
 def test_export_of_another_version_is_named(refuse, tmp_path, tiny_run, monkeypatch):
     file, checkpoint = tmp_path / "later.safetensors", load_checkpoint(tiny_run.path / "checkpoints" / "best.ckpt")
     with monkeypatch.context() as later_version:
-        later_version.setattr("model.checkpoint.FORMAT", 7)
+        later_version.setattr("checkpoint.checkpoint.FORMAT", 7)
         checkpoint.export(file)
     error = refuse("sample", f"checkpoint={file}")
     assert "has format 7" in error and "reads format 1" in error

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.command_line import compose
-from configs.errors import UserError
-from model import lessons
-from model.cost import score_matrix_bytes
+from analysis import lessons
+from configs.cli import compose
+from model.flops import score_matrix_bytes
 from model.gpt import GPT, GPTConfig
+from system.errors import UserError
 
 PROJECT = Path(__file__).resolve().parents[1]
 WITHOUT_MASK = """
@@ -36,7 +36,7 @@ LENGTHS = [10, 100, 512, 2048, 8192]
 
 @pytest.fixture(scope="module")
 def output():
-    """What `python -m model.lessons lengths=[10,100,512,2048,8192]` prints; time is not measured: it takes seconds."""
+    """What the lessons print with lengths=[10,100,512,2048,8192]; time is not measured: it takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lessons, "time_one_head", lambda length: (2e-6 * length**2, 1e-6 * length**2))
         with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -121,7 +121,7 @@ def test_score_matrix_has_the_bytes_of_the_formula():
 
 
 def test_time_is_measured_beside_the_memory_and_its_growth_beside_that_of_the_pairs(clean_environment):
-    command = [sys.executable, "-m", "model.lessons", "lengths=[16,64]", "num_layers=3", "num_heads=2"]
+    command = [sys.executable, "-m", "analysis.lessons", "lengths=[16,64]", "num_layers=3", "num_heads=2"]
     finished = subprocess.run(command, cwd=PROJECT, env=clean_environment, capture_output=True, text=True, timeout=60)
     assert finished.returncode == 0 and finished.stderr == "", finished
     assert "x6" in finished.stdout

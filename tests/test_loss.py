@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-import model.loss
-import model.onednn
+import model.kernels.cross_entropy
+import model.kernels.onednn
 from model.config import GPTConfig
 from model.gpt import GPT
-from model.loss import CHUNK_ROWS, output_loss
+from model.kernels.cross_entropy import CHUNK_ROWS, output_loss
 
 V, C = 301, 24
 
@@ -18,15 +18,15 @@ V, C = 301, 24
 @pytest.fixture(params=["onednn", "pytorch"])
 def library(request, monkeypatch):
     """Either of the libraries that a machine may take."""
-    if request.param == "onednn" and not model.onednn.has_onednn():
+    if request.param == "onednn" and not model.kernels.onednn.has_onednn():
         pytest.skip("this PyTorch carries no oneDNN")
-    monkeypatch.setattr(model.onednn, "onednn_is_faster", lambda: request.param == "onednn")
+    monkeypatch.setattr(model.kernels.onednn, "onednn_is_faster", lambda: request.param == "onednn")
 
 
 @pytest.fixture
 def chunked(monkeypatch):
     """Whether each call of `output_loss` went in chunks, in order; only filled by calls that did."""
-    calls, apply = [], model.loss._OutputLoss.apply
+    calls, apply = [], model.kernels.cross_entropy._OutputLoss.apply
 
     class Noting:
         @staticmethod
@@ -34,7 +34,7 @@ def chunked(monkeypatch):
             calls.append(inputs)
             return apply(*inputs)
 
-    monkeypatch.setattr(model.loss, "_OutputLoss", Noting)
+    monkeypatch.setattr(model.kernels.cross_entropy, "_OutputLoss", Noting)
     return calls
 
 

@@ -5,22 +5,22 @@ import torch
 import torch.nn.functional as F
 from torch import library
 
-import model.onednn
-import model.optimizer
+import model.kernels.onednn
+import training.optim
 from model.attention import fused_attention, written_out_attention
 from model.config import GPTConfig
 from model.gpt import GPT
-from model.linear import SMALL, SMALL_FROM_MEMORY, Linear, linear, packed, small_matrix
-from model.onednn import prefer_onednn, short_attention
-from model.optimizer import MuonAdamW, orthogonalise
+from model.kernels.linear import SMALL, SMALL_FROM_MEMORY, Linear, linear, packed, small_matrix
+from model.kernels.onednn import prefer_onednn, short_attention
+from training.optim import MuonAdamW, orthogonalise
 
 
 @pytest.fixture
 def onednn(monkeypatch):
     """Takes the oneDNN path on any machine that has it."""
-    if not model.onednn.has_onednn():
+    if not model.kernels.onednn.has_onednn():
         pytest.skip("this PyTorch carries no oneDNN")
-    monkeypatch.setattr(model.onednn, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(model.kernels.onednn, "onednn_is_faster", lambda: True)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -43,7 +43,7 @@ def test_output_and_gradients_equal_pytorchs_linear(onednn, shape, bias):
 @pytest.mark.parametrize("part", ["linear", "short attention", "long attention"])
 def test_second_derivative_is_refused_and_never_wrong(onednn, part):
     layer, x = Linear(16, 16), torch.randn(2, 3, 16, requires_grad=True)
-    q = torch.randn(1, 2, 8 if part == "short attention" else model.onednn.MIN_LENGTH, 4, requires_grad=True)
+    q = torch.randn(1, 2, 8 if part == "short attention" else model.kernels.onednn.MIN_LENGTH, 4, requires_grad=True)
     inputs = x if part == "linear" else q
     y = layer(x) if part == "linear" else fused_attention(q, q, q, causal=True)
     (grad,) = torch.autograd.grad(y.tanh().sum(), inputs, create_graph=True)
@@ -102,7 +102,7 @@ def test_other_precisions_go_pytorchs_way(onednn):
 
 
 def test_the_choice_is_a_fact_of_the_machine():
-    assert model.onednn.onednn_is_faster() is model.onednn.onednn_is_faster()
+    assert model.kernels.onednn.onednn_is_faster() is model.kernels.onednn.onednn_is_faster()
     assert Linear(4, 4).state_dict().keys() == torch.nn.Linear(4, 4).state_dict().keys()
 
 
@@ -110,7 +110,7 @@ def test_the_choice_is_a_fact_of_the_machine():
 @pytest.mark.parametrize("masked", [True, False])
 def test_long_attention_and_its_gradients_keep_float32_precision(onednn, kv_heads, masked):
     torch.manual_seed(0)
-    T = model.onednn.MIN_LENGTH
+    T = model.kernels.onednn.MIN_LENGTH
     q = torch.randn(1, 4, T, 16, requires_grad=True)
     k, v = (torch.randn(1, kv_heads, T, 16, requires_grad=True) for _ in range(2))
     causal = torch.ones(T, T, dtype=torch.bool).tril()
@@ -124,7 +124,7 @@ def test_long_attention_and_its_gradients_keep_float32_precision(onednn, kv_head
         torch.testing.assert_close(our_grad, exact_grad, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("T", [1, 7, 64, model.onednn.MIN_LENGTH - 1])
+@pytest.mark.parametrize("T", [1, 7, 64, model.kernels.onednn.MIN_LENGTH - 1])
 def test_short_attention_and_its_gradients_keep_float32_precision(onednn, T):
     torch.manual_seed(0)
     qkv = torch.randn(2, T, 3, 4, 16, requires_grad=True)
@@ -169,7 +169,7 @@ def test_orthogonalising_keeps_float32_precision(onednn):
 
 
 def test_the_precision_setting_is_left_as_it_was(onednn):
-    q = torch.randn(1, 1, model.onednn.MIN_LENGTH, 8, requires_grad=True)
+    q = torch.randn(1, 1, model.kernels.onednn.MIN_LENGTH, 8, requires_grad=True)
     fused_attention(q, q, q, causal=True).sum().backward()
     assert torch.get_float32_matmul_precision() == "highest"
     assert torch.isfinite(q.grad).all()
@@ -185,7 +185,7 @@ def test_muon_leaves_the_precision_setting_alone_on_other_devices(onednn, monkey
         settings.append(torch.get_float32_matmul_precision())
         return orthogonalise(stacks)
 
-    monkeypatch.setattr(model.optimizer, "orthogonalise", watched)
+    monkeypatch.setattr(training.optim, "orthogonalise", watched)
     before = torch.get_float32_matmul_precision()
     for device in ("cpu", "meta"):
         weight = torch.ones(4, 6, device=device, requires_grad=True)
@@ -195,6 +195,6 @@ def test_muon_leaves_the_precision_setting_alone_on_other_devices(onednn, monkey
 
 
 def test_the_precision_setting_is_not_touched_on_other_machines(monkeypatch):
-    monkeypatch.setattr(model.onednn, "onednn_is_faster", lambda: False)
+    monkeypatch.setattr(model.kernels.onednn, "onednn_is_faster", lambda: False)
     with prefer_onednn():
         assert torch.get_float32_matmul_precision() == "highest"

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from configs import schema
-from configs.command_line import compose
-from configs.errors import UserError
-from model import optimizer as optimizer_module
+from configs.cli import compose
 from model.config import GPTConfig, OptimizerConfig
 from model.gpt import GPT
-from model.optimizer import build_optimizer, lr_factor, orthogonalise
+from system.errors import UserError
+from training import optim as optimizer_module
+from training.optim import build_optimizer, lr_factor, orthogonalise
 
 TINY = {"vocab_size": 30, "context_length": 8, "num_layers": 2, "num_heads": 2, "d_model": 16}
 NAMES = ("adamw", "muon")

@@ -11,8 +11,8 @@ import yaml
 from conftest import write_text
 from omegaconf import OmegaConf
 
-from model.checkpoint import load_checkpoint
-from model.lightning_module import GPTLightning
+from checkpoint.checkpoint import load_checkpoint
+from training.lightning_module import GPTLightning
 
 CURVES = ("train/loss", "train/grad_norm", "train/tokens", "val/loss", "val/bits_per_byte")
 

@@ -12,17 +12,17 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from checkpoint.checkpoint import NETWORK_PREFIX, find_checkpoint, gpt_entry, load_checkpoint
 from configs import schema
-from configs.command_line import compose
-from configs.errors import UserError
+from configs.cli import compose
 from data.config import TokenizerConfig
 from data.tokenizer import build_tokenizer
-from model.checkpoint import NETWORK_PREFIX, find_checkpoint, gpt_entry, load_checkpoint
 from model.config import GPTConfig, SamplingConfig
-from model.generation import generate, probabilities
 from model.gpt import GPT
-from model.writing import score_text, write
 from sample import pick_device
+from sampling.sampler import generate, probabilities
+from sampling.text import score_text, write
+from system.errors import UserError
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What `python -m model.see` shows is what the network does: table, picture, and one line for what cannot be shown."""
+"""inspect_attention shows what the network does: table, picture, and one line for what cannot be shown."""
 
 import io
 import re
@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from configs.command_line import compose, one_line_errors
-from configs.errors import UserError
+from analysis import inspect_attention as see
+from analysis.attention_plot import MASKED, _drawable, _strip, draw_attention, draw_head_scores
+from analysis.colors import SCALE, color_rows
+from checkpoint.checkpoint import load_checkpoint
+from configs.cli import compose, one_line_errors
 from data.tokenizer import encode
-from model import see
-from model.attention_picture import MASKED, _drawable, _strip, draw_attention, draw_head_scores
-from model.checkpoint import load_checkpoint
-from model.colors import SCALE, color_rows
+from system.errors import UserError
 
 PROJECT = Path(__file__).resolve().parents[1]
 TEXT = "The king and queen of night."
@@ -235,7 +235,7 @@ def test_command_writes_table_picture_and_page(tiny_run, tmp_path, clean_environ
     command = [
         sys.executable,
         "-m",
-        "model.see",
+        "analysis.inspect_attention",
         f"checkpoint={tiny_run.dir}",
         "prompt=<script>alert(1)</script>",
         *files,

@@ -8,7 +8,7 @@ PROJECT = Path(__file__).resolve().parents[1]
 CODE = """
 import atexit, gc
 atexit.register(lambda: print(len(gc.get_objects())))  # runs last: what the end of the process looks through
-from configs.slow_imports import slow_imports
+from system.deferred_imports import slow_imports
 
 collections = []
 gc.callbacks.append(lambda phase, info: collections.append(phase))
@@ -40,7 +40,7 @@ def test_without_it_both_would():
 def test_a_failed_import_leaves_the_collector_on():
     code = """
 import gc
-from configs.slow_imports import slow_imports
+from system.deferred_imports import slow_imports
 try:
     with slow_imports():
         raise ImportError
@@ -54,7 +54,7 @@ except ImportError:
 def test_ctrl_c_that_a_library_swallows_comes_after_the_imports():
     code = """
 import os, signal
-from configs.slow_imports import slow_imports
+from system.deferred_imports import slow_imports
 signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
     with slow_imports():
@@ -73,7 +73,7 @@ except KeyboardInterrupt:
 def test_where_ctrl_c_is_ignored_it_stays_ignored():
     code = """
 import os, signal
-from configs.slow_imports import slow_imports
+from system.deferred_imports import slow_imports
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 with slow_imports():
     os.kill(os.getpid(), signal.SIGINT)

@@ -9,9 +9,9 @@ import time
 import pytest
 
 from data.batches import TrainBatches
-from model.callbacks import RunLogger, Snapshots
-from model.keeping import KeepBest
-from model.lightning_module import GPTLightning
+from training.callbacks import RunLogger, Snapshots
+from training.checkpointing import KeepBest
+from training.lightning_module import GPTLightning
 
 JUMP_MS = 100_000
 

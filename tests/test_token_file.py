@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import tiktoken
 
-from configs.errors import UserError
-from data import token_file
+from data import tokens as token_file
 from data.corpus import Corpus, Split
-from data.token_file import load_tokens, token_path
 from data.tokenizer import TokenizerConfig, build_tokenizer, encode
+from data.tokens import load_tokens, token_path
+from system.errors import UserError
 
 PROJECT = Path(__file__).resolve().parents[1]
 TEXT = "What, you egg! Young fry of treachery! ☃\n" * 500
@@ -131,7 +131,7 @@ import resource, sys
 from pathlib import Path
 from data.corpus import Corpus, find_files
 from data.tokenizer import TokenizerConfig, build_tokenizer
-from data.token_file import load_tokens
+from data.tokens import load_tokens
 peak_mb = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 folder = Path(sys.argv[1])
 split = Corpus(find_files(str(folder / "big.txt")), 0.1).train

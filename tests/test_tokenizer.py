@@ -10,7 +10,6 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from configs.errors import UserError
 from data import tokenizer as module
 from data.config import BYTES_OF_TEXT_A_TOKEN, DEFAULT_VOCAB_SIZES, vocab_size_for
 from data.corpus import Corpus, find_files
@@ -27,6 +26,7 @@ from data.tokenizer import (
     token_bytes,
     token_labels,
 )
+from system.errors import UserError
 
 # The pre-tokenizers of GPT-2 and GPT-4 as published, whose look-ahead made long runs of white space panic.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?[\p{L}]+| ?[\p{N}]+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

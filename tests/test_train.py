@@ -11,11 +11,11 @@ import tiktoken
 import torch
 import torch.nn.functional as F
 
-from configs.errors import UserError
-from model.checkpoint import find_checkpoint, load_checkpoint
+from checkpoint.checkpoint import find_checkpoint, load_checkpoint
 from model.config import GPTConfig
 from model.gpt import GPT
-from model.lightning_module import GPTLightning
+from system.errors import UserError
+from training.lightning_module import GPTLightning
 
 
 def checkpoint_of(path):

@@ -9,9 +9,9 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.profilers import SimpleProfiler
 
-from configs.errors import UserError
-from model.lightning_module import GPTLightning
-from model.trainer import (
+from system.errors import UserError
+from training.lightning_module import GPTLightning
+from training.trainer import (
     NoProfiler,
     build_trainer,
     parse_duration,

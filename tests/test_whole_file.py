@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.whole_file import written_whole
+from system.files import written_whole
 
 
 def write(path, content, **names):

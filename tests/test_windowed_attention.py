@@ -12,12 +12,12 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from configs.errors import UserError
 from model.attention import MultiHeadAttention
 from model.config import GPTConfig, SamplingConfig
-from model.generation import generate
 from model.gpt import GPT
-from model.windowed_attention import windowed_attention
+from model.kernels.sliding_window import windowed_attention
+from sampling.sampler import generate
+from system.errors import UserError
 
 HEADS, HEAD_DIM = 4, 8
 CONTEXT, WINDOW = 80, 7

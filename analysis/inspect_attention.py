@@ -1,0 +1,158 @@
+"""Shows what a GPT attends to. The keys: configs/see.yaml
+
+    python -m analysis.inspect_attention prompt="Orange is my favorite fruit"
+
+Always as a table in the terminal; with png=FILE as a picture, with html=FILE as a page to point at tokens in.
+"""
+
+import system.interrupts  # noqa: F401  # isort: skip -- first: Ctrl-C may come during the other imports
+
+import sys
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+from omegaconf import DictConfig
+
+from configs.cli import compose, one_line_errors, read_prompt, refuse_other_endings
+from configs.schema import build
+from data.config import TokenizerConfig
+from model.config import GPTConfig
+from system.errors import UserError
+from system.text import counted
+
+STRONGEST = 3  # links shown of each token
+BAR = 20  # characters of a weight of 1
+
+
+def main(config: DictConfig) -> None:
+    """Loads a network, says which, and shows its attention. Raises UserError for what the user can mend."""
+    refuse_other_endings(config, {"png": ".png", "html": ".html"})
+    text = read_prompt(config)
+    if not text:
+        raise UserError('There is no text to look at. Give one: prompt="Orange is my favorite fruit"')
+    if not config.untrained and config.model != compose("see", []).model:
+        raise UserError("A checkpoint brings its own model. Add untrained=true, or leave the model settings out.")
+    if config.untrained and config.checkpoint is not None:
+        raise UserError("untrained=true and checkpoint are both given. Leave one out.")
+
+    import torch  # after what can be refused without it
+
+    from data.tokenizer import encode, token_labels
+
+    network, tokenizer, about = fresh_network(config) if config.untrained else trained_network(config)
+    shape = network.config
+    for key, value, count in (("layer", config.layer, shape.num_layers), ("head", config.head, shape.num_heads)):
+        if not 0 <= value < count:
+            raise UserError(f"{key} is {value}, but this model has {key}s 0 to {count - 1}.")
+    print(about, file=sys.stderr)
+    ids = encode(tokenizer, text).tolist()
+    if len(ids) > shape.context_length:
+        print(f"the text has {len(ids)} tokens; the model sees the last {shape.context_length}", file=sys.stderr)
+        ids = ids[-shape.context_length :]
+    query = find_token(config.token, [tokenizer.decode_single_token_bytes(token) for token in ids])
+
+    maps = torch.cat(network.attention_maps(torch.tensor([ids]))).numpy()  # (L, H, T, T)
+    labels = token_labels(tokenizer, ids)
+    print(f"layer {config.layer}, head {config.head}: where token {query}, {labels[query]}, looks")
+    print(table(maps[config.layer, config.head], labels, query, bars=sys.stdout.isatty()))
+    if config.png is not None:
+        from analysis.attention_plot import draw_attention, save
+
+        save(draw_attention(maps, labels, about, scale=2), Path(config.png))
+        print(f"picture: {config.png}", file=sys.stderr)
+    if config.html is not None:
+        from analysis.attention_html import attention_page, save_page
+
+        whole_labels = token_labels(tokenizer, ids, max_chars=40)
+        save_page(attention_page(maps, whole_labels, about, (config.layer, config.head, query)), Path(config.html))
+        print(f"page: {config.html}", file=sys.stderr)
+
+
+def trained_network(config: DictConfig):
+    """The network and tokenizer of a checkpoint, and one line about them. Raises UserError."""
+    from checkpoint.checkpoint import find_checkpoint, load_checkpoint
+
+    checkpoint = load_checkpoint(find_checkpoint(config.checkpoint, config.runs_dir))
+    return checkpoint.network, checkpoint.tokenizer, checkpoint.describe()
+
+
+def fresh_network(config: DictConfig):
+    """An untrained network, always the same one, a tokenizer of bytes, and one line about them. Raises UserError."""
+    import torch
+
+    from data.tokenizer import build_tokenizer
+    from model.gpt import GPT
+
+    tokenizer = build_tokenizer(TokenizerConfig(kind="byte"), None, Path())  # bytes need no text and no cache
+    torch.manual_seed(0)
+    network = GPT(build(GPTConfig, config.model, vocab_size=tokenizer.n_vocab))
+    shape = network.config
+    layers, heads = counted(shape.num_layers, "layer"), counted(shape.num_heads, "head")
+    return network, tokenizer, f"untrained: {layers}, {heads}, width {shape.d_model}"
+
+
+def find_token(choice: str | None, tokens: list[bytes]) -> int:
+    """The position meant: a number from 0, or the token in which a piece of the text ends (where it occurs last).
+
+    Raises UserError where there is no such token.
+    """
+    last = len(tokens) - 1
+    if choice is None:
+        return last
+    if choice.isascii() and choice.isdigit():
+        if int(choice) > last:
+            raise UserError(f"token is {choice}, but the text has tokens 0 to {last}.")
+        return int(choice)
+    piece = choice.encode()
+    start = b"".join(tokens).rfind(piece)
+    if start < 0 or not piece:
+        raise UserError(f"token {choice!r} is no piece of the text. Give one, or a position from 0 to {last}.")
+    ends = np.cumsum([len(token) for token in tokens])
+    return int(np.searchsorted(ends, start + len(piece)))
+
+
+def table(weights: np.ndarray, labels: list[str], query: int, bars: bool) -> str:
+    """A line a token: how much the query looks at it, and where it looks itself.
+
+    Args:
+        weights: (T, T), those of one head.
+        labels: T token labels.
+        query: the token whose weights are listed; they sum to 1.
+        bars: draw the weights, too.
+    """
+    wide = max(5, *map(_width, labels))
+    digits = max(2, len(str(len(labels) - 1)))
+    lines = [f"{'#':>{digits}}  {_padded('token', wide)}  weight  {' ' * (BAR + 2) if bars else ''}looks most at"]
+    for index, label in enumerate(labels):
+        weight = weights[query, index]
+        bar = f"{_bar(weight)}  " if bars else ""
+        order = np.argsort(-weights[index, : index + 1], kind="stable")[:STRONGEST]
+        links = "  ".join(f"{labels[key]} {weights[index, key]:.3f}" for key in order)
+        shown = f"{weight:6.3f}" if index <= query else "      "  # what comes later cannot be seen
+        lines.append(f"{index:>{digits}}  {_padded(label, wide)}  {shown}  {bar}{links}")
+    return "\n".join(lines)
+
+
+def _bar(weight: float) -> str:
+    eighths = round(float(weight) * BAR * 8)
+    return ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8]).ljust(BAR)[:BAR]
+
+
+def _width(text: str) -> int:
+    """Columns in a terminal: Chinese characters take two, accents of their own none."""
+    return sum(
+        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text
+    )
+
+
+def _padded(text: str, width: int) -> str:
+    return text + " " * (width - _width(text))
+
+
+if __name__ == "__main__":
+    # Text is UTF-8 whatever the locale says.
+    sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+    sys.stderr.reconfigure(encoding="utf-8", errors="backslashreplace")
+    with one_line_errors("see"):
+        main(compose("see", sys.argv[1:]))

@@ -1,0 +1,275 @@
+"""From the command line to a config, and from any mistake of the user to one line."""
+
+import dataclasses
+import difflib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TextIO
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from configs import schema
+from system.errors import UserError
+from system.interrupts import comes_from_ctrl_c
+from training.run_dir import escaped, started_by_lightning, sweep_removed_if_refused
+
+CONFIG_DIR = Path(__file__).resolve().parent
+# Of Hydra's own settings a run may choose how a sweep goes; the rest would move or run things behind our back.
+HYDRA_KEYS = ("hydra.mode", "hydra.sweeper", "hydra/sweeper", "hydra.launcher", "hydra/launcher", "hydra.verbose")
+# Hydra's flags that read a file which names what to run: a pickle, or YAML with _target_.
+REFUSED_FLAGS = ("config_name", "config_path", "config_dir", "experimental_rerun")
+PROMPT_BYTES = 64 << 20
+# Their values are taken exactly as typed: Hydra would read commas, quotes, = and ${ as its own grammar.
+PATH_KEYS = ("prompt_file", "export", "runs_dir", "png", "html", "logdir")
+LITERAL_KEYS = (
+    *("prompt", "stop", "token", "checkpoint", "resume", "init_from", "data.corpus", "data.cache_dir", "corpus"),
+    *PATH_KEYS,
+)
+
+
+def run(task: Callable[[DictConfig], None], config_name: str) -> None:
+    """Composes the config, runs the task (once, or once a job of a sweep), and ends the process on an error."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come through to us, instead of being printed by Hydra
+    with one_line_errors(config_name):
+        schema.register()
+        if not started_by_lightning():  # which passes on what this line made of the arguments
+            literal = [as_literal(argument, config_name) for argument in sys.argv[1:]]
+            sys.argv[1:] = flags_first(literal, config_name)
+
+        composed: list[DictConfig] = []  # empty: an error is one of composing the config
+
+        @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=config_name)
+        def job(config: DictConfig) -> None:
+            # One line here too: Hydra would print one of its own first.
+            with quiet_end(), one_line_errors(config_name), sweep_removed_if_refused():
+                composed.append(config)
+                refuse_unknown_or_missing(config, config_name)
+                task(config)
+
+        try:
+            job()
+        except Exception as error:
+            if composed:
+                raise
+            raise UserError(explain(error, config_name)) from error
+
+
+def compose(config_name: str, overrides: list[str]) -> DictConfig:
+    """The config alone, without Hydra's run directory or sweeps. Raises UserError."""
+    schema.register()
+    overrides = [as_literal(override, config_name) for override in overrides]
+    try:
+        with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+            config = hydra.compose(config_name, overrides)
+    except Exception as error:  # of what kind, Hydra does not promise
+        raise UserError(explain(error, config_name)) from error
+    refuse_unknown_or_missing(config, config_name)
+    return config
+
+
+def read_prompt(config: DictConfig) -> str:
+    """The prompt's text: given, from a file, or from standard input. Raises UserError."""
+    if config.prompt is not None and config.prompt_file is not None:
+        raise UserError("prompt and prompt_file are both given. Leave one out.")
+    if config.prompt_file is None:
+        return config.prompt or ""
+    name = config.prompt_file
+    try:
+        with nullcontext(sys.stdin.buffer) if name == "-" else open(name, "rb") as file:
+            content = file.read(PROMPT_BYTES + 1)
+        if len(content) > PROMPT_BYTES:
+            raise UserError(f"prompt_file {name} has more than {PROMPT_BYTES >> 20} MB. Give a shorter text.")
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"prompt_file {name} is not UTF-8 at byte {error.start}. Convert it to UTF-8.") from error
+    except OSError as error:
+        raise UserError(f"prompt_file {name} cannot be read: {error.strerror}. Give a text file, or - .") from error
+
+
+def refuse_other_endings(config: DictConfig, endings: dict[str, str]) -> None:
+    """Raises UserError for a path whose name does not say what is going to be in the file, such as {"png": ".png"}."""
+    for key, ending in endings.items():
+        if config[key] is not None and not config[key].endswith(ending):
+            raise UserError(f"{key} is {config[key]!r}, but must end in {ending}.")
+
+
+def flags_first(arguments: list[str], config_name: str) -> list[str]:
+    """Hydra's flags before the settings: it would not take a setting after a flag. Raises UserError for others."""
+    from hydra._internal.utils import get_args_parser
+
+    settings = [argument for argument in arguments if re.match(r"[^-][^=]*=|~", argument)]
+    flags = [argument for argument in arguments if argument not in settings]
+    parser = get_args_parser()
+    parser.error = partial(_refuse_flag, config_name)  # argparse itself would print how to use all flags
+    known, unknown = parser.parse_known_args(flags)
+    if unknown:
+        raise UserError(f"{unknown[0]!r} is no option: {how_to_set(config_name)}")
+    for name in REFUSED_FLAGS:
+        if getattr(known, name) is not None:
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} is not taken here. Put a file of settings into configs/experiment/.")
+    return flags + settings
+
+
+def _refuse_flag(config_name: str, message: str) -> None:
+    raise UserError(f"{message}: {how_to_set(config_name)}")
+
+
+def as_literal(argument: str, config_name: str) -> str:
+    """Quotes the value of a key whose text must reach us as it is; other arguments stay. Raises UserError."""
+    if not argument.isascii() and any("\ud800" <= char <= "\udfff" for char in argument):  # bytes Python cannot read
+        raise UserError(f"{argument.partition('=')[0]!r} or its value is not UTF-8. Convert it, or rename the file.")
+    key, equals, value = argument.partition("=")
+    if re.match(r"[+~]*hydra\b", key) and not key.lstrip("+~").startswith(HYDRA_KEYS):
+        raise UserError(f"{argument} is not for a run to set. runs_dir=DIRECTORY says where runs go.")
+    if not key.strip("+~ "):
+        raise UserError(f"{argument!r} is no setting: {how_to_set(config_name)}")
+    group = key.lstrip("+")
+    if group in (*schema.GROUPS, "experiment") and re.fullmatch(r"null|true|false|[-+\d.e]+", value):
+        raise UserError(f"{argument} is no choice of {group}. Choose one: configs/{group}/ has them.")
+    if key in PATH_KEYS and value == "" and equals:
+        raise UserError(f"{key} is empty. Give a path, or leave it out.")
+    if not equals or key not in LITERAL_KEYS or (value == "null" and key != "prompt"):
+        return argument
+    if value == "???":  # OmegaConf's mark of a missing value
+        return f"{key}=${{three_question_marks:}}"
+    return f"{key}={QuotedString(escaped(value), Quote.single).with_quotes()}"
+
+
+@contextmanager
+def one_line_errors(config_name: str) -> Iterator[None]:
+    """Ends the process with one line on standard error and exit code 2 where the user can mend it."""
+    try:
+        yield
+    except (UserError, HydraException, OmegaConfBaseException) as error:
+        message = str(error) if isinstance(error, UserError) else explain(error, config_name)
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+@contextmanager
+def quiet_end() -> Iterator[None]:
+    """A reader that has had enough of the output ends the process silently, with exit code 0.
+
+    Where the output cannot be written, because its disk is full, one line says so.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        write_nowhere(sys.stdout, sys.stderr)
+        sys.exit(0)
+    except OSError as error:
+        if not _fails(sys.stdout):  # it was another file
+            raise
+        write_nowhere(sys.stdout)
+        print(f"error: the output cannot be written: {error.strerror}. Make room, or write elsewhere.", file=sys.stderr)
+        sys.exit(2)
+
+
+def _fails(stream: TextIO) -> bool:
+    """Whether not even a line's end can be written: flushing again would not tell, what failed is forgotten."""
+    try:
+        os.write(stream.fileno(), b"\n")
+    except OSError:
+        return True
+    return False
+
+
+def write_nowhere(*streams: TextIO) -> None:
+    """What these streams still hold, and what comes, is lost: it would fail again at the end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams:
+        os.dup2(nowhere, stream.fileno())
+
+
+def explain(error: Exception, config_name: str) -> str:
+    """Hydra's or OmegaConf's complaint in one line: the value, what was expected, how to mend it.
+
+    Raises KeyboardInterrupt where that is what it comes from.
+    """
+    if comes_from_ctrl_c(error):
+        raise KeyboardInterrupt
+    text, _, where = str(error).strip().partition("\n    full_key: ")  # OmegaConf's way to say which key
+    cause = " ".join(str(error.__cause__ or "").split("\n    full_key")[0].split())
+    if match := re.search(r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'", text):
+        return unknown_key(match[1], config_name)
+    if match := re.search(r"Error merging override (.+)", text):
+        key, _, value = match[1].lstrip("+").partition("=")
+        if "is not a ListConfig" in cause:
+            return f"{key} is {value}, but must be a list: {key}=[{value}]"
+        return f"{match[1]} has a value of the wrong type: {cause}."
+    if match := re.search(r"Ambiguous value for argument '([^']+)'", text):
+        key, _, value = match[1].lstrip("+").partition("=")
+        if isinstance(default_config(config_name).get(key), list):
+            return f"{key} is {value}, but must be a list: {key}=[{value}]"
+        sweep = "add -m to sweep over them, or " if config_name == "train" else ""
+        return f"{match[1]} lists several values: {sweep}give one."
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, name = (error.missing_cfg_file or "").rpartition("/")
+        options = [option for option in error.options if option != "schema"]
+        return f"{group}={name} does not exist. Choose from: {', '.join(options)}."
+    if isinstance(error, OverrideParseException):
+        return f"{error.override!r} is no setting: {how_to_set(config_name)}"
+    if isinstance(error, ConfigCompositionException) and cause:
+        text += f" ({cause})"
+    said = " ".join(text.split("See https")[0].split())
+    return f"{where.split()[0]}: {said}. Give a plain value." if where else said
+
+
+def refuse_unknown_or_missing(config: DictConfig, config_name: str) -> None:
+    """Raises UserError for a key that Hydra let in because of a leading +, or that ~key or key=??? took away."""
+    known = [f.name for f in dataclasses.fields(schema.ROOTS[config_name])]
+    for key in config:
+        if key not in known:
+            raise UserError(unknown_key(str(key), config_name))
+    missing = {key for key in known if key not in config} | OmegaConf.missing_keys(config)
+    for key in sorted(missing - {"model.vocab_size"}):  # which comes from the tokenizer
+        raise UserError(f"{key} has no value. Give one, or leave it out for the default.")
+
+
+def unknown_key(key: str, config_name: str) -> str:
+    """Names the keys nearest to one that does not exist."""
+    known = known_keys(config_name)
+    if key in known:
+        return f"{key} cannot be set: another setting took {key.rpartition('.')[0] or key} away. Leave one out."
+    near = difflib.get_close_matches(key, known, n=3)
+    mend = f"Did you mean {' or '.join(near)}?" if near else f"configs/{config_name}.yaml lists the keys."
+    return f"{key} is no key of the config. {mend}"
+
+
+def how_to_set(config_name: str) -> str:
+    """How a key is given, with one of the program's own as example, and where the others are."""
+    key, value = next(item for item in default_config(config_name).items() if type(item[1]) is int)
+    return f"write key=value, for example {key}={value}; configs/{config_name}.yaml lists the keys."
+
+
+def default_config(config_name: str) -> dict:
+    """The config without any settings, as plain values."""
+    GlobalHydra.instance().clear()  # a run that failed may have left it in use
+    return OmegaConf.to_container(compose(config_name, []))
+
+
+def known_keys(config_name: str) -> list[str]:
+    """Every dotted key of the default config."""
+    config = default_config(config_name)
+    keys: list[str] = []
+
+    def walk(node: dict, prefix: str) -> None:
+        for name, value in node.items():
+            keys.append(prefix + name)
+            if isinstance(value, dict):
+                walk(value, f"{prefix}{name}.")
+
+    walk(config, "")
+    return keys

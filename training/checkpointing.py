@@ -1,0 +1,214 @@
+"""What is kept of a run: the best network, the state to go on from, and a clean stop.
+
+best.ckpt        the weights with the lowest validation loss
+last.ckpt        all it takes to go on as if nothing had happened; written between two optimiser steps
+previous.ckpt    the last.ckpt before it, while the run is not finished
+"""
+
+import logging
+import math
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, Timer
+from torch import Tensor
+
+from checkpoint.io import read_checkpoint, write_checkpoint
+from system.errors import UserError
+from training.callbacks import Metrics
+from training.lightning_module import run_progress
+
+say = logging.getLogger(__name__).info
+
+
+class CheckpointFiles(TorchCheckpointIO):
+    """How the Trainer writes and reads checkpoints. `storage_options` says where the old file goes."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str, storage_options: Path | None = None) -> None:
+        """Writes it whole, or not at all."""
+        write_checkpoint(checkpoint, Path(path), previous=storage_options)
+
+    def load_checkpoint(self, path: str, *args, **kwargs) -> dict[str, Any]:
+        """Reads plain values, of a file that is whole."""
+        return read_checkpoint(Path(path))
+
+
+class KeepBest(Checkpoint):
+    """Writes the weights at each validation whose loss is the lowest so far."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.lowest = math.inf  # nats per token
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        """Writes, if it is the lowest."""
+        loss = module.validation["nats_per_token"]
+        if trainer.state.fn == "fit" and loss < self.lowest:
+            self.lowest = loss
+            trainer.save_checkpoint(self.path, weights_only=True)
+
+    def state_dict(self) -> dict[str, float]:
+        """The loss to beat."""
+        return {"lowest": self.lowest}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Takes it over, if the file that has it is still there."""
+        if self.path.is_file():
+            self.lowest = state["lowest"]
+
+
+class KeepLast(Checkpoint):
+    """Writes the state of the run after every validation, and once a minute between them.
+
+    Always before a batch that begins an optimiser step, or at the end: what a step adds up from several batches is
+    in no checkpoint. Curves reach the disk first, so that a checkpoint never is ahead of them.
+
+    Args:
+        path: of last.ckpt.
+        metrics: whose clock stops meanwhile.
+        run: what else the checkpoint says of the run, under its key "run".
+        began: when the run began, a reading of time.monotonic(); earlier by what a resumed run has used already.
+    """
+
+    SECONDS_BETWEEN = 60.0
+
+    def __init__(self, path: Path, metrics: Metrics, run: dict[str, Any] | None = None, began: float = 0.0):
+        self.path = path
+        self._metrics = metrics
+        self._run = run or {}
+        self._began = began
+        self._due = False
+        self._saved_at = time.monotonic()
+        self.saved_step = 0
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        """A run that goes on is saved as far as it has come."""
+        self.saved_step, self._saved_at = trainer.global_step, time.monotonic()
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        """Writes at the end of the run; before it, the next batch shows whether a step is complete."""
+        if trainer.state.fn == "fit":
+            self._due = True
+            if run_progress(trainer) >= 1:
+                self.save(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Tensor, batch_idx: int) -> None:
+        """Writes where it is time."""
+        late = time.monotonic() - self._saved_at > self.SECONDS_BETWEEN and trainer.world_size == 1  # clocks differ
+        if (self._due or late) and begins_step(trainer, batch_idx):
+            self.save(trainer)
+
+    def save(self, trainer: Trainer) -> None:
+        """Writes last.ckpt; the one before becomes previous.ckpt."""
+        with self._metrics.clock_stopped(trainer):
+            for logger in trainer.loggers:
+                logger.save()
+            trainer.save_checkpoint(self.path, storage_options=self.path.with_stem("previous"))
+        self._due, self._saved_at, self.saved_step = False, time.monotonic(), trainer.global_step
+
+    def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Adds the run's own entry, and takes back that a batch had begun: Lightning would count it as trained on."""
+        timer = next(callback for callback in trainer.callbacks if isinstance(callback, Timer))
+        used = {"seconds": time.monotonic() - self._began, "train_seconds": timer.time_elapsed()}
+        checkpoint["run"] = self._run | used
+        batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        for count in (batches["total"], batches["current"]):
+            count.update(dict.fromkeys(("ready", "started", "processed"), count["completed"]))
+
+
+def begins_step(trainer: Trainer, batch_idx: int) -> bool:
+    """Whether this batch of the epoch is the first of an optimiser step."""
+    return batch_idx % trainer.accumulate_grad_batches == 0
+
+
+def keep_last(trainer: Trainer) -> KeepLast:
+    """The one of this Trainer."""
+    return next(callback for callback in trainer.callbacks if isinstance(callback, KeepLast))
+
+
+def saved_step(trainer: Trainer) -> int:
+    """The step that last.ckpt is of; 0: there is none yet."""
+    return keep_last(trainer).saved_step
+
+
+def tidy_checkpoints(directory: Path, resumed_from: Path | None) -> None:
+    """Takes away what a kill left half written, and checkpoints that the run does not go on from."""
+    for path in directory.glob("*.tmp"):
+        path.unlink()
+    last, best = directory / "last.ckpt", directory / "best.ckpt"
+    if resumed_from != last:  # else it would push out the one that is whole
+        last.unlink(missing_ok=True)
+    try:
+        if best.exists():
+            read_checkpoint(best)
+    except UserError as error:
+        say(f"{error} It is gone now; the best from here on is kept.")
+        best.unlink()
+
+
+def best_or_last(directory: Path) -> Path:
+    """The best checkpoint; where it was damaged and no later one was better, the last in its place."""
+    best = directory / "best.ckpt"
+    if not best.exists():
+        write_checkpoint(read_checkpoint(directory / "last.ckpt"), best)
+    return best
+
+
+class StopOnSignal(Callback):
+    """Ctrl-C or SIGTERM: the step, and a validation that is due, are finished; all is saved; training stops.
+
+    A second signal, or one outside of training, stops at once. As a context manager it takes the signals over, and
+    ends the process with 128 and the signal's number.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self):
+        self._keep: KeepLast | None = None
+        self._received: int | None = None
+        self._training = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopOnSignal":
+        self._before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback) -> None:
+        stopped = isinstance(error, StoppedBySignal)
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_IGN if stopped else handler)  # one more must not disturb the end
+        if stopped:
+            sys.exit(128 + error.args[0])
+
+    def _handle(self, number: int, frame) -> None:
+        if not self._training or self._received is not None:
+            raise StoppedBySignal(number)
+        self._received = number
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        """From now on a signal waits for the step's end. Lightning has put its own handler before ours."""
+        for number in self.SIGNALS:
+            signal.signal(number, self._handle)
+        self._keep = keep_last(trainer)
+        self._training = True
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Tensor, batch_idx: int) -> None:
+        """Saves and stops, if a signal came during the step before."""
+        if self._received is not None and begins_step(trainer, batch_idx):
+            self._keep.save(trainer)
+            raise StoppedBySignal(self._received)
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        """Stops before the last validation, which a resumed run makes up for; all is saved already."""
+        self._training = False
+        if self._received is not None:
+            raise StoppedBySignal(self._received)
+
+
+class StoppedBySignal(BaseException):
+    """The run was stopped from outside; args[0] is the signal's number. No Exception: nothing must swallow it."""

@@ -1,0 +1,39 @@
+"""torch.compile where it pays, and eager execution where it cannot work."""
+
+import logging
+from contextlib import AbstractContextManager
+
+import torch
+
+from model.gpt import GPT
+from system.errors import UserError
+
+say = logging.getLogger(__name__).warning
+
+
+def compile_if_wanted(network: GPT, choice: str, device: torch.device, precision: AbstractContextManager) -> None:
+    """Compiles the network in place, keeping the names of its weights; falls back to eager with one warning.
+
+    Args:
+        choice: "true", "false", or "auto": on a GPU only; what it brings a short CPU run, after the time it
+            takes, has not been measured.
+        precision: what training runs under, so that its first step finds the network compiled for it.
+
+    Raises:
+        UserError: another choice.
+    """
+    choice = str(choice).lower()
+    if choice not in ("auto", "true", "false"):
+        raise UserError(f"compile is {choice!r}, but must be auto, true or false.")
+    if choice == "false" or (choice == "auto" and device.type != "cuda"):
+        return
+    network.to(device).compile()
+    ids = torch.zeros(2, network.config.context_length, dtype=torch.long, device=device)  # (B, T)
+    try:  # a missing compiler shows at the first call only
+        with precision:
+            loss = network(ids).float().sum()
+        loss.backward()
+    except Exception as error:  # noqa: BLE001 -- the backend may raise anything
+        network._compiled_call_impl = None
+        say(f"warning: torch.compile does not work here ({type(error).__name__}); going on without it.")
+    network.zero_grad()

@@ -1,0 +1,131 @@
+"""Everything about data in the order it happens: files -> splits -> tokenizer -> ids -> batches."""
+
+import hashlib
+from pathlib import Path
+
+import lightning
+import numpy as np
+import tiktoken
+import torch
+
+from data.batches import TrainBatches, ValBatches
+from data.config import DataConfig, TokenizerConfig, check_at_least
+from data.corpus import Corpus, find_files
+from data.tokenizer import build_tokenizer
+from data.tokens import load_tokens, token_path
+
+CACHE_DIR = Path(__file__).resolve().parents[1] / ".cache"
+
+
+class TextData(lightning.LightningDataModule):
+    """The corpus ready to train on. Constructing checks what costs nothing; `prepare` does the work.
+
+    After `prepare`: tokenizer, vocab_size, train_tokens (N,), val_tokens (M,) and the bytes_per_token of the latter.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer_config: TokenizerConfig,
+        context_length: int,
+        seed: int,
+        given_tokenizer: tiktoken.Encoding | None = None,
+    ):
+        """`given_tokenizer` takes the place of the one that the config describes: that of old weights."""
+        super().__init__()
+        check_at_least(1, "model.context_length", context_length)
+        check_at_least(0, "seed", seed)
+        self.config = config
+        self.tokenizer_config = tokenizer_config
+        self.context_length = context_length
+        self.seed = seed
+        self.given_tokenizer = given_tokenizer
+        self.tokenizer = None
+
+    def prepare(self) -> None:
+        """Raises UserError for whatever is wrong with the text, before anything trains. Does its work once.
+
+        Every rank may call it: cached files appear complete or not at all.
+        """
+        if self.tokenizer is not None:
+            return
+        config = self.config
+        cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else CACHE_DIR
+        self.corpus = Corpus(find_files(config.corpus), config.val_fraction)
+        train, val = self.corpus.train, self.corpus.val
+        tokenizer = self.given_tokenizer or build_tokenizer(self.tokenizer_config, train, cache_dir)
+        self.vocab_size = tokenizer.n_vocab
+        self.cached = token_path(train, tokenizer, cache_dir).exists()
+        self.train_tokens = load_tokens(train, tokenizer, cache_dir)
+        self.val_tokens = load_tokens(val, tokenizer, cache_dir)
+        self.bytes_per_token = val.num_bytes / len(self.val_tokens)
+        self.train_dataloader()
+        self.val_dataloader()  # both now, for their errors
+        self.tokenizer = tokenizer
+
+    def setup(self, stage: str | None = None) -> None:
+        """Lightning's own place for the work; after `prepare` there is none left."""
+        self.prepare()
+
+    @property
+    def text_sha256(self) -> str:
+        """What the text says, both splits of it, as one number."""
+        return hashlib.sha256(f"{self.corpus.train.sha256} {self.corpus.val.sha256}".encode()).hexdigest()
+
+    def describe(self) -> str:
+        """One line: files, bytes, tokenizer, tokens, and whether they were there already."""
+        files = self.corpus.files
+        text = files[0].name if len(files) == 1 else f"{len(files)} files"
+        origin = "cached" if self.cached else "encoded now"
+        return (
+            f"{text}, {self.corpus.num_bytes:,} bytes; {self.tokenizer.name} tokenizer, vocabulary "
+            f"{self.vocab_size:,}, {self.bytes_per_token:.2f} bytes a token; "
+            f"{len(self.train_tokens):,} tokens to train on, {len(self.val_tokens):,} to validate ({origin})"
+            + self._describe_limit()
+        )
+
+    def _describe_limit(self) -> str:
+        limit = self.config.val_tokens
+        if limit is None or limit >= len(self.val_tokens) - 1:
+            return ""
+        return f"\nvalidations during training see {limit:,} tokens of these (data.val_tokens); the last one sees all"
+
+    def train_dataloader(self) -> TrainBatches:
+        """Training batches from where the trainer is."""
+        return TrainBatches(
+            self.train_tokens, self.context_length, self.config.batch_size, self.seed, *self._rank(), self._steps_done
+        )
+
+    def val_dataloader(self) -> ValBatches:
+        """What validations during training see: `val_tokens` of the split."""
+        return self._val_batches(self.config.val_tokens)
+
+    def whole_validation(self) -> ValBatches:
+        """The whole validation split, each token once."""
+        return self._val_batches(None)
+
+    def val_passage(self, num_tokens: int) -> torch.Tensor:
+        """First ids of the validation split, (n,) int64, n <= num_tokens: the same ones in every picture."""
+        return torch.from_numpy(self.val_tokens[:num_tokens].astype(np.int64))
+
+    def _val_batches(self, limit_tokens: int | None) -> ValBatches:
+        config = self.config
+        return ValBatches(
+            self.val_tokens,
+            self.context_length,
+            config.batch_size,
+            limit_tokens,
+            *self._rank(),
+            val_fraction=config.val_fraction,
+        )
+
+    def _rank(self) -> tuple[int, int]:
+        """This process's number and how many there are."""
+        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+
+    def _steps_done(self) -> int:
+        """Batches trained on in the run's whole life, kept in every checkpoint: where a resumed run goes on.
+
+        `processed` counts a batch once its optimizer step is over, whenever the checkpoint is written.
+        """
+        return self.trainer.fit_loop.epoch_loop.batch_progress.total.processed if self.trainer else 0

@@ -1,0 +1,123 @@
+"""Where a run does not begin with new weights: the checkpoint that it goes on from, or starts anew from."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import tiktoken
+from omegaconf import DictConfig, OmegaConf
+
+from checkpoint.checkpoint import (
+    NOT_IN_WEIGHTS,
+    find_checkpoint,
+    network_weights,
+    refuse_other_format,
+    refuse_other_network,
+    saved_config,
+)
+from checkpoint.io import read_checkpoint
+from data.tokenizer import from_plain
+from model.gpt import GPT
+from system.errors import UserError
+from training.datamodule import TextData
+from training.resume import Resumed
+from training.run_dir import given_keys
+
+
+@dataclass(frozen=True)
+class OldWeights:
+    """A checkpoint's content, and what of it the run needs before there is a Trainer."""
+
+    path: Path
+    content: dict[str, Any]
+    goes_on: bool
+    """Whether the run goes on from here, with all of its state, or starts anew from these weights."""
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """KeepLast's entry: seconds used, of the command and of training; the time both were given; the text."""
+        return self.content["run"] if self.goes_on else {}
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps that the run has done."""
+        return self.content["global_step"] if self.goes_on else 0
+
+    def tokenizer(self) -> tiktoken.Encoding | None:
+        """Its tokenizer; None where the command line gives one, which then has to be the same."""
+        given = any(key.split(".")[0] == "tokenizer" for key in given_keys())
+        return None if given else from_plain(self.content["gpt"]["tokenizer"])
+
+    def fit_into(self, network: GPT, data: TextData) -> None:
+        """Puts the weights into the network; the Trainer will, where the run goes on. Raises UserError."""
+        refuse_other_network(self.content["gpt"], network.config, data.tokenizer, self.path)
+        if not self.goes_on:
+            network.load_state_dict(network_weights(self.content))
+        elif self.run["text"] != data.text_sha256:
+            raise UserError(
+                f"data.corpus is not the text the run was trained on: its SHA-256 is {data.text_sha256[:12]}…, was "
+                f"{self.run['text'][:12]}…. Give that text, or start anew with it: init_from={self.path}"
+            )
+
+    def refuse_less(self, config: DictConfig) -> None:
+        """Raises UserError for a bound of the run that it has passed already."""
+        for bound, done in (("max_steps", self.step), ("max_epochs", self.content["epoch"])):
+            wanted = config.trainer.get(bound)
+            if self.goes_on and wanted not in (None, -1) and wanted < done:
+                raise UserError(
+                    f"trainer.{bound} is {wanted}, but the run has done {done} already. Give at least that."
+                )
+
+
+def old_weights(config: DictConfig, resumed: Resumed | None) -> OldWeights | None:
+    """What the run begins with; None: new weights. Raises UserError for a checkpoint it cannot begin with."""
+    if resumed and resumed.checkpoint:
+        return OldWeights(resumed.checkpoint, _read_state(resumed.checkpoint), goes_on=True)
+    if config.init_from is not None:
+        path = find_checkpoint(config.init_from, config.runs_dir)
+        content = read_checkpoint(path)
+        refuse_other_format(content["gpt"], path)
+        return OldWeights(path, content, goes_on=False)
+    return None
+
+
+def with_network_of(old: OldWeights, config: DictConfig) -> DictConfig:
+    """The config with the network of the old weights. Raises UserError where the command line gives another."""
+    given = given_keys()
+    config = OmegaConf.create(config)
+    differ = []
+    for name, value in asdict(saved_config(old.content["gpt"], old.path)).items():
+        if name == "vocab_size" or name in NOT_IN_WEIGHTS or name not in config.model:
+            continue
+        if given & {"model", f"model.{name}", "experiment"} and config.model[name] != value:
+            differ.append(f"model.{name} is {config.model[name]!r}, in the checkpoint {value!r}")
+        config.model[name] = value
+    if differ:
+        raise UserError(f"{old.path} is of another network: {'; '.join(differ)}. Leave it out, or start without.")
+    return config
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint to go on from. Raises UserError, with what is left to go on with."""
+    try:
+        content = read_checkpoint(path)
+    except UserError as error:
+        raise UserError(f"{error} {_offer(path)}") from error
+    refuse_other_format(content["gpt"], path)
+    if "run" not in content:
+        raise UserError(f"{path} has weights alone, nothing to go on from. A new run with them: init_from={path}")
+    return content
+
+
+def _offer(damaged: Path) -> str:
+    """The newest other checkpoint of the run that is whole."""
+    for name, setting in (("last.ckpt", "resume"), ("previous.ckpt", "resume"), ("best.ckpt", "init_from")):
+        other = damaged.with_name(name)
+        if other == damaged:
+            continue
+        try:
+            step = read_checkpoint(other)["gpt"]["step"]
+        except UserError:
+            continue
+        return f"{name} beside it, of step {step:,}, is whole: python train.py {setting}={other}"
+    return "There is no other in its directory: start anew."

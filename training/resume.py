@@ -1,0 +1,155 @@
+"""A run goes on: which one, with which settings, and which of them can't change.
+
+The settings are those of the run's config.yaml; keys on the command line change them, where they can be changed.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from system.errors import UserError
+from training.run_dir import given_keys, in_use, inherited_run_dir
+
+# What weights, optimiser state and the order of batches were made with. The text may lie elsewhere: what it says is
+# compared (training/initial_state.py).
+_FIXED = ("model.", "tokenizer.", "data.", "seed", "optimizer.name")
+_FREE = ("model.dropout", "model.bigram_dropout", "data.cache_dir", "data.corpus")
+_BOUNDS = ("budget", "trainer.max_steps", "trainer.max_epochs", "trainer.max_time")
+_NOT_THE_RUNS = ("resume", "runs_dir")
+_CONFIG_BYTES = 1 << 20  # ours has two thousand
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run to go on with. `checkpoint` is None where it was stopped before the first one."""
+
+    run_dir: Path
+    checkpoint: Path | None
+    config: DictConfig
+    changes: tuple[str, ...]
+
+
+def resumed_run(config: DictConfig) -> Resumed | None:
+    """The run that `resume` names, or None for a new one.
+
+    Raises UserError where there is none, where it is finished, and for settings that can't change.
+    """
+    if config.resume in (None, "false"):
+        return None
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise UserError("resume goes on with one run, so there is nothing to sweep over. Leave out -m.")
+    if config.init_from is not None:
+        raise UserError("resume goes on with a run, init_from begins a new one. Leave one out.")
+    run_dir, checkpoint = _place(str(config.resume), Path(config.runs_dir))
+    saved = _saved_config(run_dir)
+    merged, changes = _with_changes(saved, config, run_dir)
+    if (run_dir / "summary.json").exists() and not any(change.startswith(_BOUNDS) for change in changes):
+        bound = next((key for key in _BOUNDS[1:] if OmegaConf.select(merged, key) not in (None, -1, "auto")), "budget")
+        raise UserError(
+            f"{run_dir} is finished: {bound}={OmegaConf.select(merged, bound)} is reached. To train on, give a larger "
+            f"{bound}."
+        )
+    return Resumed(run_dir, checkpoint, merged, tuple(changes))
+
+
+def _place(choice: str, runs_dir: Path) -> tuple[Path, Path | None]:
+    """The run's directory, and its checkpoint if there is one."""
+    path = inherited_run_dir() or (_newest_unfinished(runs_dir) if choice == "true" else Path(choice).absolute())
+    if path.suffix == ".ckpt" and path.is_file():
+        return path.parents[1], path
+    if not (path / "config.yaml").is_file():
+        raise UserError(f"resume={choice}: {path} is no run directory: it has no config.yaml. Give one below runs_dir.")
+    found = [path / "checkpoints" / name for name in ("last.ckpt", "previous.ckpt")]
+    return path, next((checkpoint for checkpoint in found if checkpoint.is_file()), None)
+
+
+def _newest_unfinished(runs_dir: Path) -> Path:
+    found = [
+        path.parent.absolute()
+        for path in runs_dir.glob("**/config.yaml")
+        if not (path.parent / "summary.json").exists() and not in_use(path.parent)
+    ]
+    if not found:
+        raise UserError(
+            f"resume=true: all runs below {str(runs_dir)!r} are finished or in use. Begin one with: python train.py, "
+            "or make a finished one longer: resume=RUN_DIR with a larger trainer.max_steps or budget."
+        )
+    return max(found, key=lambda path: (path / "config.yaml").stat().st_mtime_ns)
+
+
+def _saved_config(run_dir: Path) -> DictConfig:
+    """What config.yaml says, which may come from elsewhere: plain values alone, and no links to other places."""
+    path = run_dir / "config.yaml"
+    for other in run_dir.rglob("*"):  # we would write, or take away, what a link leads to
+        if other.is_symlink() or not (other.is_file() or other.is_dir()):
+            raise UserError(f"{other} is no plain file. Put a copy of what it leads to in its place, or start anew.")
+    try:
+        if path.stat().st_size > _CONFIG_BYTES:
+            raise ValueError(f"it has more than {_CONFIG_BYTES:,} bytes")
+        text = path.read_text(encoding="utf-8")
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            raise ValueError("it has YAML's aliases, of which a few lines make gigabytes")
+        saved = OmegaConf.create(text)
+    except Exception as error:  # noqa: BLE001 -- whatever PyYAML finds in a damaged file
+        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}. Start anew.") from error
+    if not isinstance(saved, DictConfig):
+        raise UserError(f"{path} is no config of a run. Start anew.")
+    if found := next(_computed(OmegaConf.to_container(saved)), None):
+        raise UserError(f"{path} has {found!r}, which would be computed. Write the value in its place.")
+    return saved
+
+
+def _computed(node: Any) -> Iterator[str]:
+    """Texts in which OmegaConf would resolve ${...}: those where it is not behind an odd number of backslashes."""
+    if isinstance(node, (dict, list)):
+        for value in node.values() if isinstance(node, dict) else node:
+            yield from _computed(value)
+    elif isinstance(node, str) and re.search(r"(?<!\\)(\\\\)*\$\{", node):
+        yield node
+
+
+def _with_changes(saved: DictConfig, config: DictConfig, run_dir: Path) -> tuple[DictConfig, list[str]]:
+    """The run's config with what the command line gives, and what that changes."""
+    try:
+        merged = OmegaConf.merge(config, saved)
+    except OmegaConfBaseException as error:
+        reason = " ".join(str(error).split("\n")[0].split())
+        raise UserError(f"{run_dir}/config.yaml does not fit this version of the project ({reason}).") from error
+    merged.resume = None
+    changes, refused = [], []
+    for key in _keys_on_command_line(config):
+        old, new = OmegaConf.select(saved, key), OmegaConf.select(config, key)
+        if old != new:
+            fixed = key.startswith(_FIXED) and key not in _FREE
+            (refused if fixed else changes).append(f"{key} {_shown(old)} -> {_shown(new)}")
+            OmegaConf.update(merged, key, new)
+    if refused:
+        raise UserError(
+            f"{run_dir} can't go on with {', '.join(refused)}: its weights and batches were made with the first value. "
+            "Leave it out, or start anew: init_from=CHECKPOINT begins with old weights."
+        )
+    return merged, changes
+
+
+def _keys_on_command_line(config: DictConfig) -> list[str]:
+    keys = []
+    for key in sorted(given_keys()):
+        if key == "experiment":
+            raise UserError("experiment can't be chosen for a run that is resumed. Give the keys to change.")
+        node = OmegaConf.select(config, key)
+        if key in _NOT_THE_RUNS or key.startswith("hydra"):
+            continue
+        keys += [f"{key}.{name}" for name in node] if isinstance(node, DictConfig) else [key]
+    return keys
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)

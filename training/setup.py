@@ -1,0 +1,165 @@
+"""A run, put together: size, time, text, network, Trainer. train.py runs it."""
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer, seed_everything
+from omegaconf import DictConfig, OmegaConf
+
+from configs.schema import build
+from data.config import DataConfig, TokenizerConfig
+from model.config import GPTConfig, OptimizerConfig
+from model.gpt import GPT
+from model.kernels.bfloat16 import BFLOAT16_PRODUCTS
+from system.errors import UserError
+from training.budget import measured_speed, time_allowed, time_to_train, with_recipe
+from training.callbacks import Metrics, Progress, RunLogger, Snapshots
+from training.checkpointing import CheckpointFiles, KeepBest, KeepLast, StopOnSignal
+from training.compile import compile_if_wanted
+from training.datamodule import TextData
+from training.initial_state import OldWeights, with_network_of
+from training.lightning_module import GPTLightning
+from training.trainer import build_trainer, expected_device, refuse_time_on_several_devices, resolve
+
+
+@dataclass(frozen=True)
+class Run:
+    """All of a run but its directory and its Trainer."""
+
+    config: DictConfig
+    options: dict[str, Any]  # the Trainer's
+    data: TextData
+    module: GPTLightning
+    metrics: Metrics
+    old: OldWeights | None
+    began: float  # a reading of time.monotonic(), earlier by what a resumed run has used before
+    facts: dict[str, Any]  # what its checkpoints say of it
+    picked: str  # what the budget picked
+
+    @property
+    def network(self) -> GPT:
+        return self.module.network
+
+
+def prepare(config: DictConfig, old: OldWeights | None, began: float) -> Run:
+    """Decides size and time, reads the text, makes the network.
+
+    Args:
+        old: the weights it begins with; None: new ones.
+        began: when the command did, a reading of time.monotonic().
+
+    Raises:
+        UserError: settings that cannot work, alone, together, or with the old weights.
+    """
+    options = resolve(OmegaConf.to_container(config.trainer, resolve=True))
+    if str(config.compile).lower() == "true" and options["precision"] == BFLOAT16_PRODUCTS:
+        if config.trainer.precision != "auto":
+            raise UserError(
+                f"trainer.precision={BFLOAT16_PRODUCTS} is for networks that are not compiled. Use compile=false, or "
+                "trainer.precision=auto: 32-true if compiled."
+            )
+        options["precision"] = "32-true"
+    budget, speed, picked = time_allowed(config), math.nan, ""
+    before = old.run if old else {}
+    began -= before.get("seconds", 0.0)
+    if budget and not before.get("budget"):
+        speed = measured_speed(expected_device(options), options["precision"])
+    if old:
+        old.refuse_less(config)
+        config = config if old.goes_on else with_network_of(old, config)
+    elif budget:
+        config, picked = with_recipe(config, budget, time.monotonic() - began, speed)
+    seed_everything(config.seed, verbose=False)
+
+    tokenizer = old.tokenizer() if old else None
+    data_config, tokenizer_config = build(DataConfig, config.data), build(TokenizerConfig, config.tokenizer)
+    data = TextData(data_config, tokenizer_config, config.model.context_length, config.seed, tokenizer)
+    data.prepare()
+    network = GPT(build(GPTConfig, config.model, vocab_size=data.vocab_size))
+    if old:
+        old.fit_into(network, data)
+    if budget and before.get("budget"):
+        options["max_time"] = timedelta(seconds=time_with_other_budget(before, budget))
+    elif budget:
+        left = time_to_train(budget, time.monotonic() - began, network, len(data.val_tokens), speed)
+        options["max_time"] = left + timedelta(seconds=before.get("train_seconds", 0.0))
+    facts = {
+        "text": data.text_sha256,
+        "budget": budget.total_seconds() if budget else None,
+        "max_time": options["max_time"].total_seconds() if budget else None,
+    }
+    module = GPTLightning(network, data.tokenizer, build(OptimizerConfig, config.optimizer), config.seed)
+    metrics = Metrics(hyperparameters(config, network))
+    return Run(config, options, data, module, metrics, old, began, facts, picked)
+
+
+def build_parts(run: Run, run_dir: Path, stop_on_signal: StopOnSignal) -> Trainer:
+    """The Trainer with everything that goes on beside training; the network is compiled where that pays."""
+    checkpoints = run_dir / "checkpoints"
+    callbacks = [
+        run.metrics,
+        Progress(run.metrics),
+        Snapshots(run.data.val_passage(Snapshots.PASSAGE_TOKENS).tolist()),
+        stop_on_signal,
+        KeepBest(checkpoints / "best.ckpt"),
+        KeepLast(checkpoints / "last.ckpt", run.metrics, run.facts, run.began),
+    ]
+    trainer = trainer_in(run_dir, run.options, run.config.validations, run.data, callbacks)
+    refuse_time_on_several_devices(trainer)
+    precision = trainer.precision_plugin.forward_context()
+    compile_if_wanted(run.network, run.config.compile, trainer.strategy.root_device, precision)
+    return trainer
+
+
+def trainer_in(
+    run_dir: Path, options: dict[str, Any], validations: int, data: TextData, callbacks: list[Callback]
+) -> Trainer:
+    """The Trainer of a run, or of a benchmark that looks at a part of one; its events go into `run_dir`."""
+    return build_trainer(
+        options,
+        validations,
+        len(data.train_dataloader()),
+        default_root_dir=run_dir,
+        logger=RunLogger(run_dir),
+        plugins=[CheckpointFiles()],
+        callbacks=callbacks,
+        num_sanity_val_steps=0,
+        enable_model_summary=False,
+    )
+
+
+def time_with_other_budget(before: dict[str, Any], budget: timedelta) -> float:
+    """Seconds of training in all: what the run was given, and what another budget adds or takes away.
+
+    Args:
+        before: what the run's checkpoint says of it.
+
+    Raises:
+        UserError: the new budget is used up already.
+    """
+    added = budget.total_seconds() - before["budget"]
+    seconds = before["max_time"] + added
+    if added < 0 and seconds <= before["train_seconds"]:
+        least = before["budget"] - before["max_time"] + before["train_seconds"]
+        raise UserError(
+            f"budget={budget.total_seconds():g}s is used up: the run has trained for {before['train_seconds']:.0f} s. "
+            f"Give more than {math.ceil(least)}s."
+        )
+    return seconds
+
+
+def hyperparameters(config: DictConfig, network: GPT) -> dict[str, int | float | str | bool]:
+    """Every choice of the run as one flat row, for TensorBoard's table."""
+    groups = OmegaConf.to_container(config, resolve=True)
+    groups["model"] = asdict(network.config)
+    row = {name: groups[name] for name in ("seed", "compile", "validations")}
+    row["budget"] = str(config.budget)
+    row["parameters"] = network.num_parameters()
+    for group in ("model", "data", "tokenizer", "optimizer", "trainer"):
+        for name, value in groups[group].items():
+            row[f"{group}.{name}"] = value if isinstance(value, (int, float, str, bool)) else str(value)
+    return row

@@ -1,0 +1,43 @@
+"""After a sweep over context lengths: one TensorBoard run whose x axis is the context length."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from training.run_dir import tensorboard_command
+
+CURVES = ("step_ms", "tokens_per_second", "peak_memory_mb", "val_nats_per_token", "val_bits_per_byte")
+
+
+class SweepCurves(Callback):
+    """Hydra calls this; see `hydra.callbacks` in configs/train.yaml."""
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Writes by_context_length/ below the sweep's directory, if its runs differ in context length; says so."""
+        sweep_dir = Path(config.hydra.sweep.dir)
+        summaries = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(sweep_dir.glob("*/summary.json"))]
+        by_length = {summary["context_length"]: summary for summary in summaries}
+        if len(by_length) < 2:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        with SummaryWriter(str(sweep_dir / "by_context_length")) as writer:
+            for length, summary in sorted(by_length.items()):
+                for name in CURVES:
+                    writer.add_scalar(f"by_context_length/{name}", summary[name], length)
+        print(table(by_length))
+        print(f"\nas curves, in TensorBoard's run by_context_length:    {tensorboard_command(sweep_dir)}")
+
+
+def table(by_length: dict[int, dict[str, Any]]) -> str:
+    """A line a context length."""
+    lines = ["", f"{'context':>7} {'step, ms':>9} {'tokens/s':>9} {'peak, MB':>9} {'bits per byte':>14} {'steps':>7}"]
+    for length, run in sorted(by_length.items()):
+        lines.append(
+            f"{length:>7,} {run['step_ms']:>9,.1f} {run['tokens_per_second']:>9,.0f} {run['peak_memory_mb']:>9,.0f} "
+            f"{run['val_bits_per_byte']:>14.3f} {run['steps']:>7,}"
+        )
+    return "\n".join(lines)
