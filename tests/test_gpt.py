@@ -450,4 +450,4 @@ assert not heavy & set(sys.modules), heavy & set(sys.modules)
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["configs", "model"]
+    assert done.stdout.split() == ["model", "system"]
