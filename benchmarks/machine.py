@@ -10,11 +10,15 @@ from system.text import counted
 
 
 def machine() -> str:
-    """For example "AMD EPYC, 2 cores, torch 2.13.0+cpu, Python 3.11.7, Linux, 2026-11-29"."""
+    """For example "AMD EPYC (family 25, model 17), 2 cores, torch 2.13.0+cpu, Python 3.11.7, Linux, 2026-11-29"."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    processor = names[0] if names else platform.processor() or platform.machine()
+    facts: dict[str, str] = {}
+    for name, _, value in (line.partition(":") for line in lines):
+        facts.setdefault(name.strip(), value.strip())  # those of the first core
+    processor = facts.get("model name") or platform.processor() or platform.machine()
+    if {"cpu family", "model"} <= facts.keys():  # the name alone may leave the generation open
+        processor += f" (family {facts['cpu family']}, model {facts['model']})"
     return ", ".join(
         [
             processor,

@@ -1,0 +1,1 @@
+import system.openmp  # noqa: F401 -- before torch, whatever is imported first

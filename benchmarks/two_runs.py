@@ -1,0 +1,107 @@
+"""Two runs on the same cores at once, each beside one run alone: what a shorter wait of OpenMP's threads brings.
+
+    python -m benchmarks.two_runs [SPIN_COUNT ...]      (default: that of system/openmp.py)
+
+Each process trains the default network for SECONDS, with all threads that PyTorch takes by itself. One alone and two at
+once take turns, with libgomp's own wait ("default"), asleep at once (OMP_WAIT_POLICY=PASSIVE), and with each
+GOMP_SPINCOUNT given. The last line is JSON. Figures are shares of the speed of one run alone with libgomp's own wait:
+medians over ROUNDS, each share taken within its round.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.machine import machine
+from system.openmp import SPIN_COUNT
+
+SECONDS, ROUNDS = 6.0, 5
+PROJECT = Path(__file__).resolve().parents[1]
+VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+
+
+def train_default_steps() -> None:
+    """What a measured process does: says "ready", waits for a line, trains, prints optimiser steps per second."""
+    import torch
+
+    from model.config import OptimizerConfig
+    from model.gpt import GPT
+    from model.kernels.bfloat16 import products_in
+    from system.allocator import keep_freed_memory
+    from training.budget import REFERENCE, REFERENCE_BATCH
+    from training.optim import build_optimizer
+    from training.trainer import best_precision
+
+    keep_freed_memory()
+    device = torch.device("cpu")
+    network = GPT(REFERENCE)
+    optimizer = build_optimizer(network, OptimizerConfig())
+    ids = torch.randint(REFERENCE.vocab_size, (REFERENCE_BATCH, REFERENCE.context_length))  # (B, T)
+    steps, start = -5, 0.0  # the first ones allocate
+    while steps <= 0 or time.perf_counter() - start < SECONDS:
+        if steps == 0:
+            print("ready", flush=True)
+            sys.stdin.readline()
+            start = time.perf_counter()
+        with products_in(best_precision(device)):
+            loss = network.loss(ids, ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+    print(steps / (time.perf_counter() - start))
+
+
+def speeds(number: int, wait: dict[str, str]) -> list[float]:
+    """Steps per second of so many processes that train at once.
+
+    Args:
+        wait: environment variables that say how their threads wait.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES} | wait
+    code = "from benchmarks.two_runs import train_default_steps; train_default_steps()"
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code], cwd=PROJECT, env=environment, text=True,
+                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for _ in range(number)
+    ]  # fmt: skip
+    for process in processes:
+        if process.stdout.readline() != "ready\n":
+            raise SystemExit("a process could not train")
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    return [float(process.communicate()[0]) for process in processes]
+
+
+def main(spin_counts: list[int]) -> None:
+    """Prints a line for each way to wait, and one JSON line."""
+    # A count that is set, also libgomp's own, keeps system/openmp.py from setting another.
+    ways = {"default": {"GOMP_SPINCOUNT": "300000"}, "passive": {"OMP_WAIT_POLICY": "PASSIVE"}}
+    ways |= {f"spin {count}": {"GOMP_SPINCOUNT": str(count)} for count in spin_counts}
+    shares: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for number in range(ROUNDS):
+        measured = {name: (sum(speeds(1, wait)), sum(speeds(2, wait))) for name, wait in ways.items()}
+        alone = measured["default"][0]
+        for name, (one, two) in measured.items():
+            shares[name].append((one / alone, two / alone))
+        print(f"round {number + 1} of {ROUNDS}: one run alone takes {1000 / alone:.1f} ms a step", flush=True)
+    print(f"{'wait':>14} {'one alone':>10} {'two together':>13}")
+    medians = {
+        name: [round(statistics.median(side), 4) for side in zip(*rounds, strict=True)]
+        for name, rounds in shares.items()
+    }
+    for name, (one, two) in medians.items():
+        print(f"{name:>14} {one:10.1%} {two:13.1%}")
+    print(json.dumps({"benchmark": "two_runs", "machine": machine(), "shares_of_one_alone": medians}))
+
+
+if __name__ == "__main__":
+    counts = sys.argv[1:] or [str(SPIN_COUNT)]
+    if not all(count.isdecimal() for count in counts):
+        raise SystemExit(f"error: {' '.join(counts)!r} must be whole numbers, such as {SPIN_COUNT}.")
+    main([int(count) for count in counts])
