@@ -1,4 +1,4 @@
-"""Threads of two programs share the cores: how OpenMP waits is decided before torch is imported, unless the user has."""
+"""Two programs share the cores: how OpenMP waits is decided before torch is imported, unless the user has."""
 
 import subprocess
 import sys
