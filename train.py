@@ -79,8 +79,12 @@ def main(config: DictConfig) -> None:
     with StopOnSignal() as stop_on_signal, memory_explained(config):
         run = prepare(config, old_weights(config, resumed), began)
         run_dir = resumed.run_dir if resumed else new_run_dir(run.config)
-        with claimed(run_dir), removed_if_refused(run_dir, unless=lambda: resumed or run.metrics.tokens):
-            with writing_explained(run_dir, resume_command(run_dir)), memory_explained(run.config):
+
+        def kept() -> bool:
+            return bool(resumed or run.metrics.tokens)
+
+        with claimed(run_dir), removed_if_refused(run_dir, unless=kept):
+            with writing_explained(run_dir, resume_command(run_dir), kept), memory_explained(run.config):
                 trainer = build_parts(run, run_dir, stop_on_signal)
                 open_directory(run, run_dir, resumed)
                 with signal_answered(trainer, run_dir):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from analysis.colors import DARK, LIGHT, SCALE, WHITE_TEXT_FROM, color_rows
-from system.errors import UserError
+from system.files import write_output
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 
@@ -55,11 +55,8 @@ def embeddable(data: dict) -> str:
 
 
 def save_page(html: str, path: Path) -> None:
-    """Writes the page. Raises UserError where that cannot be done."""
-    try:
-        path.write_text(html, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}. Give another file.") from None
+    """Writes the page, whole or not at all. Raises UserError where that cannot be done."""
+    write_output(path, html.encode())
 
 
 def _ends_line(label: str, after: str) -> bool:

@@ -4,6 +4,7 @@ Drawn straight into pixels: a picture is due at every validation, and a plotting
 the validation itself. Only its font is borrowed.
 """
 
+import io
 import re
 import textwrap
 from functools import cache, lru_cache
@@ -16,6 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from analysis.colors import LIGHT, ON_PAPER, WHITE_TEXT_FROM, color_rows, rgb
 from system.errors import UserError
+from system.files import write_output
 
 PAPER, MASKED, INK, FAINT_INK, FRAME = (rgb(LIGHT[name]) for name in ("paper", "masked", "ink", "faint", "line"))
 FONT = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSansMono.ttf"
@@ -138,11 +140,10 @@ def draw_head_scores(scores: dict[str, np.ndarray], tops: dict[str, float], titl
 
 
 def save(picture: np.ndarray, path: Path) -> None:
-    """Writes a picture as a PNG file. Raises UserError where that cannot be done."""
-    try:
-        Image.fromarray(picture).save(path, format="PNG", optimize=True)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}. Give another file.") from None
+    """Writes a picture as a PNG file, whole or not at all. Raises UserError where that cannot be done."""
+    png = io.BytesIO()
+    Image.fromarray(picture).save(png, format="PNG", optimize=True)
+    write_output(path, png.getvalue())
 
 
 # Writing

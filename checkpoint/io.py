@@ -31,7 +31,7 @@ def write_checkpoint(content: dict[str, Any], path: Path, previous: Path | None 
     """
     buffer = io.BytesIO()
     torch.save(content, buffer)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)  # not its parents: a run directory that was deleted stays so
     with written_whole(path, path.with_suffix(".tmp"), previous) as file:
         file.write(buffer.getbuffer())
         file.write(MARK + hashlib.sha256(buffer.getbuffer()).digest())

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from system.errors import UserError
-from system.files import written_whole
+from system.files import write_output
 
 SUFFIX = ".safetensors"
 ENTRIES = ("model", "tokenizer", "step", "validation", "format")
@@ -33,11 +33,7 @@ def write_safetensors(path: Path, entry: dict[str, Any], weights: dict[str, torc
         {name: tensor.cpu().clone().contiguous() for name, tensor in weights.items()},
         {name: json.dumps(entry[name]) for name in ENTRIES},
     )
-    try:
-        with written_whole(path) as file:
-            file.write(content)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}. Give another file.") from None
+    write_output(path, content)
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -200,6 +200,11 @@ def explain(error: Exception, config_name: str) -> str:
     """
     if comes_from_ctrl_c(error):
         raise KeyboardInterrupt
+    reason: BaseException | None = error
+    while reason is not None:  # what one of our resolvers says is inside what Hydra and OmegaConf say of it
+        if isinstance(reason, UserError):
+            return str(reason)
+        reason = reason.__context__
     text, _, where = str(error).strip().partition("\n    full_key: ")  # OmegaConf's way to say which key
     cause = " ".join(str(error.__cause__ or "").split("\n    full_key")[0].split())
     if match := re.search(r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'", text):

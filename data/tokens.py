@@ -25,21 +25,21 @@ PROGRESS_EVERY_S = 3.0
 CHUNK = 1 << 20  # ids looked at together
 
 
-def load_tokens(split: Split, encoding: tiktoken.Encoding, cache_dir: Path) -> np.memmap:
-    """All ids of `split`, (num_tokens,), read-only, from a file in `cache_dir` that is made if need be.
+def load_tokens(split: Split, encoding: tiktoken.Encoding, cache_dir: Path) -> tuple[np.memmap, bool]:
+    """All ids of `split`, (num_tokens,), read-only, from a file in `cache_dir`; and whether that was there already.
 
     The file is named after the text and the tokenizer, so a change in either makes a new one. One that is
     damaged is made again. Raises UserError if the directory cannot be written.
     """
     path = token_path(split, encoding, cache_dir)
-    for _ in range(3):  # a second time where another run takes the file away before it is opened
+    for attempt in range(3):  # a second time where another run takes the file away before it is opened
         if (tokens := _open(path, token_dtype(encoding), encoding.n_vocab)) is not None:
-            return tokens
+            return tokens, attempt == 0
         with written_to_cache(path) as f:
             _write(f, split, encoding)
     if (tokens := _open(path, token_dtype(encoding), encoding.n_vocab)) is None:
         raise UserError(f"{path} is damaged as soon as it is written. Set data.cache_dir to another disk.")
-    return tokens
+    return tokens, False
 
 
 def token_path(split: Split, encoding: tiktoken.Encoding, cache_dir: Path) -> Path:

@@ -7,6 +7,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from system.errors import UserError
+
 
 @contextmanager
 def written_whole(path: Path, temporary: Path | None = None, previous: Path | None = None) -> Iterator[BinaryIO]:
@@ -36,6 +38,15 @@ def written_whole(path: Path, temporary: Path | None = None, previous: Path | No
     finally:
         with suppress(OSError):  # it has its name by now, or was never there
             temporary.unlink()
+
+
+def write_output(path: Path, content: bytes) -> None:
+    """Writes a file that the user asked for, whole or not at all. Raises UserError where that cannot be done."""
+    try:
+        with written_whole(path) as file:
+            file.write(content)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}. Give another file.") from None
 
 
 def _sync_directory(path: Path) -> None:

@@ -44,7 +44,7 @@ def test_any_damage_is_named_and_the_file_made_again(split, tmp_path, caplog, pl
     caplog.set_level("INFO")
     cache = tmp_path / "cache"
     tokenizer = build_tokenizer(TokenizerConfig(vocab_size=300), split, cache)
-    tokens = load_tokens(split, tokenizer, cache).tolist()
+    tokens = load_tokens(split, tokenizer, cache)[0].tolist()
     for path in cache.iterdir():
         content = bytearray(path.read_bytes())
         at = int(place * len(content))
@@ -53,7 +53,7 @@ def test_any_damage_is_named_and_the_file_made_again(split, tmp_path, caplog, pl
     caplog.clear()
     again = build_tokenizer(TokenizerConfig(vocab_size=300), split, cache)
     assert fingerprint(again) == fingerprint(tokenizer)
-    assert load_tokens(split, again, cache).tolist() == tokens
+    assert load_tokens(split, again, cache)[0].tolist() == tokens
     assert all(f"{path} is damaged" in caplog.text for path in cache.iterdir())
 
 
@@ -62,18 +62,18 @@ def test_file_of_another_version_is_named_and_made_again(split, tmp_path, caplog
     byte = build_tokenizer(TokenizerConfig(kind="byte"), split, None)
     path = token_path(split, byte, tmp_path)
     np.save(path, np.zeros(500, np.uint16))  # as it was before there were checksums
-    assert load_tokens(split, byte, tmp_path).tolist() == list("".join(split.read()).encode())
+    assert load_tokens(split, byte, tmp_path)[0].tolist() == list("".join(split.read()).encode())
     assert f"{path} is damaged" in caplog.text and "of another version" in caplog.text
 
 
 def test_ids_that_the_tokenizer_does_not_have_are_not_believed(split, tmp_path, caplog):
     caplog.set_level("INFO")
     byte = build_tokenizer(TokenizerConfig(kind="byte"), split, None)
-    tokens, path = load_tokens(split, byte, tmp_path).tolist(), token_path(split, byte, tmp_path)
+    tokens, path = load_tokens(split, byte, tmp_path)[0].tolist(), token_path(split, byte, tmp_path)
     content = bytearray(path.read_bytes()[: checked_size(path)])
     content[-1] = 1  # the last id is now above 256
     write(path, content)  # whole, by its checksum
-    assert load_tokens(split, byte, tmp_path).tolist() == tokens
+    assert load_tokens(split, byte, tmp_path)[0].tolist() == tokens
     assert "ids beyond the vocabulary" in caplog.text
 
 
@@ -84,6 +84,7 @@ def test_damaged_cache_changes_nothing_but_a_line(train_here, tmp_path):
         path.write_bytes(path.read_bytes()[:-100] + bytes(100))
     second = train_here("trainer.max_steps=2", cache)
     assert second.stdout.count("is damaged") == 3 and second.returncode == 0
+    assert "(encoded now)" in second.stdout and "(cached)" not in second.stdout
     assert second.summary["val_bits_per_byte"] == first.summary["val_bits_per_byte"]
 
 

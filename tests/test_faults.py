@@ -18,9 +18,12 @@ import pytest
 import torch
 from conftest import PROJECT
 
+import train
 from checkpoint.checkpoint import load_checkpoint
 from checkpoint.io import SEAL_BYTES, read_checkpoint, write_checkpoint
 from system.errors import UserError
+from training.checkpointing import KeepLast
+from training.error_context import cannot_write
 from training.lightning_module import GPTLightning
 
 
@@ -333,6 +336,41 @@ def test_read_only_runs_dir_is_refused(call, tiny, tmp_path):
     prefix = ("unshare", "-rm", "sh", "-c", script, str(tmp_path))
     finished = call("train.py", *tiny, "trainer.max_steps=2", f"runs_dir={tmp_path}", prefix=prefix)
     assert str(tmp_path) in finished.error and "Read-only" in finished.error and "runs_dir" in finished.error
+
+
+def test_unusable_runs_dir_of_a_sweep_is_named_in_one_sentence(refuse, tiny, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    error = refuse("train", "-m", *tiny, "seed=1,2", "trainer.max_steps=2", f"runs_dir={file}")
+    assert error == f"error: cannot make a directory in {file}: Not a directory. Choose another runs_dir.\n"
+
+
+def test_disk_full_before_training_advises_no_resume_of_what_is_gone(refuse, tiny, monkeypatch):
+    def full(config, run_dir):
+        raise OSError(28, "No space left on device", str(run_dir / "config.yaml"))
+
+    monkeypatch.setattr(train, "save_config", full)
+    error = refuse("train", *tiny, "trainer.max_steps=2")
+    assert "config.yaml: No space left on device" in error and "Nothing was trained yet. Make room" in error
+    assert "resume" not in error
+
+
+def test_run_directory_deleted_in_training_is_said_to_be_gone(train_here, tiny, tmp_path, monkeypatch):
+    save = KeepLast.save
+
+    def delete_then_save(self, trainer):
+        shutil.rmtree(self.path.parents[1])
+        save(self, trainer)
+
+    monkeypatch.setattr(KeepLast, "save", delete_then_save)
+    error = train_here("trainer.max_steps=4", "validations=1").error
+    assert "is gone: it was deleted or moved while the run trained" in error
+    assert "resume" not in error and "b'" not in error
+
+
+def test_file_named_in_bytes_is_shown_as_text(tmp_path):
+    error = OSError(28, "No space left on device", str(tmp_path / "events").encode())  # TensorBoard's writer does so
+    assert f"cannot write {tmp_path / 'events'}: No space" in cannot_write(error, tmp_path, None)
 
 
 # Damage

@@ -1,10 +1,17 @@
 """A file that is written whole: the one before stays until then, and nothing half-made is ever left."""
 
 import os
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from analysis.attention_html import save_page
+from analysis.attention_plot import save
+from checkpoint.safetensors_io import ENTRIES, write_safetensors
+from system.errors import UserError
 from system.files import written_whole
 
 
@@ -28,6 +35,27 @@ def test_failure_leaves_the_files_before_and_nothing_else(tmp_path, failure, tem
             raise failure
     assert names_in(tmp_path) == ["file", "previous"]
     assert path.read_bytes() == b"before" and previous.read_bytes() == b"older"
+
+
+def test_output_that_does_not_fit_is_named_and_leaves_what_was_there(tmp_path, monkeypatch):
+    """A picture, a page and an export: none of them is left empty on a full disk."""
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    picture, page, weights = (tmp_path / name for name in ("maps.png", "page.html", "weights.safetensors"))
+    page.write_bytes(b"before")
+    monkeypatch.setattr(os, "fsync", full)
+    entry = dict.fromkeys(ENTRIES)
+    writers = (
+        (picture, lambda: save(np.zeros((2, 2, 3), np.uint8), picture)),
+        (page, lambda: save_page("<html>", page)),
+        (weights, lambda: write_safetensors(weights, entry, {"a": torch.zeros(2)})),
+    )
+    for path, write_it in writers:
+        with pytest.raises(UserError, match=re.escape(f"{path} cannot be written: No space left on device")):
+            write_it()
+    assert names_in(tmp_path) == ["page.html"] and page.read_bytes() == b"before"
 
 
 def test_file_before_goes_to_previous(tmp_path):

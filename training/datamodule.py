@@ -12,7 +12,7 @@ from data.batches import TrainBatches, ValBatches
 from data.config import DataConfig, TokenizerConfig, check_at_least
 from data.corpus import Corpus, find_files
 from data.tokenizer import build_tokenizer
-from data.tokens import load_tokens, token_path
+from data.tokens import load_tokens
 
 CACHE_DIR = Path(__file__).resolve().parents[1] / ".cache"
 
@@ -55,9 +55,9 @@ class TextData(lightning.LightningDataModule):
         train, val = self.corpus.train, self.corpus.val
         tokenizer = self.given_tokenizer or build_tokenizer(self.tokenizer_config, train, cache_dir)
         self.vocab_size = tokenizer.n_vocab
-        self.cached = token_path(train, tokenizer, cache_dir).exists()
-        self.train_tokens = load_tokens(train, tokenizer, cache_dir)
-        self.val_tokens = load_tokens(val, tokenizer, cache_dir)
+        self.train_tokens, train_cached = load_tokens(train, tokenizer, cache_dir)
+        self.val_tokens, val_cached = load_tokens(val, tokenizer, cache_dir)
+        self.cached = train_cached and val_cached
         self.bytes_per_token = val.num_bytes / len(self.val_tokens)
         self.train_dataloader()
         self.val_dataloader()  # both now, for their errors

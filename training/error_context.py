@@ -1,11 +1,13 @@
 """What a machine does to a run, in one line: a full disk, a directory that cannot be written, too little memory."""
 
 import errno
+import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -17,11 +19,12 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
-def writing_explained(run_dir: Path, how_to_go_on: str) -> Iterator[None]:
+def writing_explained(run_dir: Path, how_to_go_on: str, kept: Callable[[], Any]) -> Iterator[None]:
     """Raises UserError where the run's files cannot be written.
 
     Args:
         how_to_go_on: the command that resumes the run.
+        kept: whether the directory stays after an error, so that there is something to resume.
     """
     hook = threading.excepthook
     threading.excepthook = _silent_about_writing  # TensorBoard's thread: the main one hears of it at the next event
@@ -30,7 +33,7 @@ def writing_explained(run_dir: Path, how_to_go_on: str) -> Iterator[None]:
     except BrokenPipeError:  # of the screen
         raise
     except OSError as error:
-        raise UserError(cannot_write(error, run_dir, how_to_go_on)) from error
+        raise UserError(cannot_write(error, run_dir, how_to_go_on if kept() else None)) from error
     finally:
         threading.excepthook = hook
 
@@ -46,13 +49,19 @@ def memory_explained(config: DictConfig) -> Iterator[None]:
         raise UserError(out_of_memory(config)) from error
 
 
-def cannot_write(error: OSError, run_dir: Path, how_to_go_on: str) -> str:
-    """What could not be written, why, and what to do."""
-    mend = "Make room" if error.errno in _FULL else "Make it writable"
-    return (
-        f"cannot write {error.filename or run_dir}: {error.strerror or error}. Checkpoints written before are whole. "
-        f"{mend}, then go on with: {how_to_go_on}"
-    )
+def cannot_write(error: OSError, run_dir: Path, how_to_go_on: str | None) -> str:
+    """What could not be written, why, and what to do.
+
+    Args:
+        how_to_go_on: the command that resumes the run; None: nothing of it is kept.
+    """
+    if not run_dir.is_dir():
+        return f"{run_dir} is gone: it was deleted or moved while the run trained. Start the run again."
+    failed = f"cannot write {os.fsdecode(error.filename or run_dir)}: {error.strerror or error}."
+    fix = "Make room" if error.errno in _FULL else "Make it writable"
+    if how_to_go_on is None:
+        return f"{failed} Nothing was trained yet. {fix}, or choose another runs_dir, and start again."
+    return f"{failed} Checkpoints written before are whole. {fix}, then resume with: {how_to_go_on}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
