@@ -88,16 +88,58 @@ def test_logs_and_checkpoints_are_in_one_directory(tiny_run):
     assert file.parent == tiny_run.path == (file.parent / "checkpoints" / "best.ckpt").parents[1]
 
 
-def test_server_shows_scalars_pictures_text_and_hyperparameters(tiny_run, board):
-    address = board(tiny_run.path.parent)
+def asked_of(address):
+    """asked_of(address)(path, content) is what that TensorBoard answers."""
 
-    def ask(path: str, content: dict | None = None):
+    def ask(path: str, content: dict | None = None) -> bytes:
         data = None if content is None else json.dumps(content).encode()
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         headers = {"Content-Type": "application/json"}
         with opener.open(urllib.request.Request(f"{address}/data/{path}", data, headers), timeout=30) as answer:
             return answer.read()
 
+    return ask
+
+
+def rows_of_table(ask, *columns):
+    """Rows of the table of hyperparameters, sorted and filtered by these columns."""
+    request = {
+        "experimentName": "",
+        "allowedStatuses": ["STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING"],
+        "colParams": columns,
+        "startIndex": 0,
+        "sliceSize": 10,
+    }
+    return json.loads(ask("plugin/hparams/session_groups", request)).get("sessionGroups", [])
+
+
+def test_table_of_hyperparameters_sorts_and_filters_by_every_column(train_here, board, tmp_path):
+    """Runs that differ in whether a value is given, a number or a word: each column has one type all the same."""
+    kinds = (
+        ("model=llama", "optimizer=adamw", "data.val_tokens=null"),
+        ("model.attention_window=8", "trainer.gradient_clip_val=1.0", "trainer.devices=1", "compile=false"),
+        ("trainer.precision=32-true", "trainer.val_check_interval=1"),
+    )
+    for kind in kinds:
+        assert train_here(*kind, "trainer.max_steps=1", "validations=1").returncode == 0, kind
+    ask = asked_of(board(tmp_path / "runs"))
+    infos = json.loads(ask("plugin/hparams/experiment", {"experimentName": ""}))["hparamInfos"]
+    types = {info["name"]: info["type"] for info in infos}
+    assert types["model.attention_window"] == types["model.bigram_rows"] == "DATA_TYPE_FLOAT64"
+    assert types["trainer.precision"] == types["compile"] == "DATA_TYPE_STRING"
+    for name, kind in types.items():
+        number = kind == "DATA_TYPE_FLOAT64"
+        anything = {"filterInterval": {"minValue": "-Infinity"}} if number else {"filterRegexp": ".*"}
+        for order in ("ORDER_ASC", "ORDER_DESC"):
+            assert len(rows_of_table(ask, {"hparam": name, "order": order, **anything})) == len(kinds), name
+    windows = [row["hparams"].get("model.attention_window") for row in rows_of_table(ask)]
+    assert sorted(windows, key=str) == [8, None, None]
+    few = {"hparam": "model.attention_window", "filterInterval": {"minValue": 1, "maxValue": 9}}
+    assert len(rows_of_table(ask, {**few, "excludeMissingValues": True})) == 1
+
+
+def test_server_shows_scalars_pictures_text_and_hyperparameters(tiny_run, board):
+    ask = asked_of(board(tiny_run.path.parent))
     (run,) = json.loads(ask("runs"))
     assert run == os.path.basename(tiny_run.dir)
     scalars = json.loads(ask("plugin/scalars/tags"))[run]
@@ -115,14 +157,7 @@ def test_server_shows_scalars_pictures_text_and_hyperparameters(tiny_run, board)
     experiment = json.loads(ask("plugin/hparams/experiment", {"experimentName": ""}))
     names = {info["name"] for info in experiment["hparamInfos"]}
     assert {"model.num_heads", "model.context_length", "optimizer.lr", "seed", "parameters"} <= names
-    request = {
-        "experimentName": "",
-        "allowedStatuses": ["STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING"],
-        "colParams": [],
-        "startIndex": 0,
-        "sliceSize": 10,
-    }
-    (group,) = json.loads(ask("plugin/hparams/session_groups", request))["sessionGroups"]
+    (group,) = rows_of_table(ask)
     assert group["hparams"]["model.num_heads"] == 2 and group["hparams"]["model.positions"] == "rope"
     shown = {value["name"]["tag"]: value["value"] for value in group["metricValues"]}
     assert shown["final/val_loss"] == pytest.approx(tiny_run.summary["val_nats_per_token"])

@@ -67,7 +67,7 @@ class Metrics(Callback):
 
     WARMUP_STEPS = 5
 
-    def __init__(self, hyperparameters: dict[str, object]):
+    def __init__(self, hyperparameters: dict[str, float | str | None]):
         self.hyperparameters = hyperparameters
         self.step_ms_readings: list[float] = []  # one a logging interval
         self._warmup_ms = math.nan
@@ -110,7 +110,11 @@ class Metrics(Callback):
         """Writes the run's row of TensorBoard's table of hyperparameters; its metrics are the final/ scalars."""
         for logger in trainer.loggers if trainer.is_global_zero else ():  # other ranks have no file
             metrics = dict.fromkeys(RunLogger.FINAL, 0.0)  # names only: the values are the scalars of these tags
-            for summary in hparams(self.hyperparameters, metrics):
+            # TensorBoard takes the columns of all runs from any one of them: those without a value are named too.
+            columns = {name: 0.0 if value is None else value for name, value in self.hyperparameters.items()}
+            experiment, _, end = hparams(columns, metrics)
+            _, start, _ = hparams(self.hyperparameters, metrics)
+            for summary in (experiment, start, end):
                 logger.experiment.file_writer.add_summary(summary)
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Tensor, batch_idx: int) -> None:

@@ -1,11 +1,12 @@
 """A run, put together: size, time, text, network, Trainer. train.py runs it."""
 
+import inspect
 import math
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from lightning.pytorch import Callback, Trainer, seed_everything
 from omegaconf import DictConfig, OmegaConf
@@ -152,14 +153,31 @@ def time_with_other_budget(before: dict[str, Any], budget: timedelta) -> float:
     return seconds
 
 
-def hyperparameters(config: DictConfig, network: GPT) -> dict[str, int | float | str | bool]:
-    """Every choice of the run as one flat row, for TensorBoard's table."""
+def hyperparameters(config: DictConfig, network: GPT) -> dict[str, float | str | None]:
+    """Every choice of the run as one flat row, for TensorBoard's table.
+
+    A column has one type in all runs, that of its key, or TensorBoard could not sort it: text, or numbers and None
+    where a run has none. True and False count as numbers.
+    """
     groups = OmegaConf.to_container(config, resolve=True)
     groups["model"] = asdict(network.config)
-    row = {name: groups[name] for name in ("seed", "compile", "validations")}
-    row["budget"] = str(config.budget)
+    types = {group: get_type_hints(kind) for group, kind in _DATACLASSES.items()}
+    types["trainer"] = {name: key.annotation for name, key in inspect.signature(Trainer.__init__).parameters.items()}
+    row = {name: groups[name] for name in ("seed", "validations")}
+    row |= {name: str(groups[name]) for name in ("compile", "budget")}
     row["parameters"] = network.num_parameters()
-    for group in ("model", "data", "tokenizer", "optimizer", "trainer"):
+    for group in types:
         for name, value in groups[group].items():
-            row[f"{group}.{name}"] = value if isinstance(value, (int, float, str, bool)) else str(value)
+            if _is_number(types[group][name]):
+                row[f"{group}.{name}"] = None if value is None else float(value)
+            else:
+                row[f"{group}.{name}"] = "null" if value is None else str(value)
     return row
+
+
+_DATACLASSES = {"model": GPTConfig, "data": DataConfig, "tokenizer": TokenizerConfig, "optimizer": OptimizerConfig}
+
+
+def _is_number(annotation: Any) -> bool:
+    """Whether a key takes numbers and None alone."""
+    return all(kind in (int, float, bool, type(None)) for kind in get_args(annotation) or (annotation,))
