@@ -129,7 +129,9 @@ def test_table_of_hyperparameters_sorts_and_filters_by_every_column(train_here, 
     assert types["trainer.precision"] == types["compile"] == "DATA_TYPE_STRING"
     for name, kind in types.items():
         number = kind == "DATA_TYPE_FLOAT64"
-        anything = {"filterInterval": {"minValue": "-Infinity"}} if number else {"filterRegexp": ".*"}
+        anything = (
+            {"filterInterval": {"minValue": "-Infinity", "maxValue": "Infinity"}} if number else {"filterRegexp": ".*"}
+        )
         for order in ("ORDER_ASC", "ORDER_DESC"):
             assert len(rows_of_table(ask, {"hparam": name, "order": order, **anything})) == len(kinds), name
     windows = [row["hparams"].get("model.attention_window") for row in rows_of_table(ask)]
