@@ -36,9 +36,10 @@ test: $(VENV)/.dev   ## run the test suite
 soak: $(VENV)/.dev   ## run the long tests: twenty kills, five thousand steps
 	@$(BIN)/python -m pytest -n 0 -m soak $(ARGS)
 
-lint: $(VENV)/.dev   ## check style
+lint: $(VENV)/.dev   ## check style, and that imports go down
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports
 
 audit: $(VENV)/.run   ## look up what is installed among known vulnerabilities; needs the network
 	@test -x $(VENV)/audit/bin/pip-audit || $(PYTHON) -m venv $(VENV)/audit

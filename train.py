@@ -28,6 +28,7 @@ from configs.schema import build
 from data.config import DataConfig, TokenizerConfig
 from data.corpus import Corpus, find_files
 from model.config import GPTConfig, OptimizerConfig, SamplingConfig
+from model.flops import least_weights
 from system.deferred_imports import slow_imports
 from system.errors import UserError
 from system.files import written_whole
@@ -100,7 +101,7 @@ def refuse_early(config: DictConfig) -> None:
     refuse_size_of_fixed_vocabulary(tokenizer)
     if not OmegaConf.is_missing(config.model, "vocab_size"):
         raise UserError("model.vocab_size comes from the tokenizer. Set tokenizer.vocab_size in its place.")
-    refuse_beyond_memory(build(GPTConfig, config.model, vocab_size=1))
+    refuse_beyond_memory(least_weights(build(GPTConfig, config.model, vocab_size=1)))
     log_to(None)
     Corpus(find_files(data_config.corpus), data_config.val_fraction)
     if not 0 <= config.seed < 2**32:

@@ -17,9 +17,9 @@ from checkpoint.io import read_checkpoint, write_checkpoint
 from checkpoint.safetensors_io import SUFFIX, read_safetensors, write_safetensors
 from data.tokenizer import from_plain, to_plain
 from model.config import GPTConfig
+from model.flops import least_weights
 from model.gpt import GPT
 from system.errors import UserError
-from system.memory import least_weights
 
 MAX_ROPE_NUMBERS = 1 << 25  # a million positions of 32: the one part that no weights bound
 FORMAT = 1  # of the `gpt` entry; raised when an older version of the project could not read it

@@ -60,6 +60,12 @@ def matrix_weights(config: GPTConfig) -> int:
     return config.num_layers * (in_proj + C * C + mlp) + config.vocab_size * C
 
 
+def least_weights(config: GPTConfig) -> int:
+    """Weights of a network without its vectors, from its shape alone."""
+    rows = (config.bigram_rows or 0) + config.context_length * (config.positions == "learned")
+    return matrix_weights(config) + rows * config.d_model
+
+
 def rest_flops(config: GPTConfig, context_length: int) -> int:
     """Forward operations of everything but attention's two products, one sequence: 2 N a token."""
     return 2 * matrix_weights(config) * context_length

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import psutil
 
-from model.config import GPTConfig
-from model.flops import matrix_weights
 from system.errors import UserError
 
 
@@ -56,15 +54,8 @@ def peak_memory_mb(device_type: str = "cpu") -> float:
     return peak / 2**20 if sys.platform == "darwin" else peak / 1024  # macOS counts bytes, others KiB
 
 
-def least_weights(config: GPTConfig) -> int:
-    """Weights of a network without its vectors, from its shape alone."""
-    rows = (config.bigram_rows or 0) + config.context_length * (config.positions == "learned")
-    return matrix_weights(config) + rows * config.d_model
-
-
-def refuse_beyond_memory(config: GPTConfig) -> None:
-    """Raises UserError for a network whose weights alone, in float32, are more than this machine's memory."""
-    weights = least_weights(config)
+def refuse_beyond_memory(weights: int) -> None:
+    """Raises UserError for a network of so many weights if in float32 they alone exceed this machine's memory."""
     needed_gb, there_gb = 4 * weights / 2**30, psutil.virtual_memory().total / 2**30
     if needed_gb > there_gb:
         raise UserError(
