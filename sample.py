@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import system.interrupts  # noqa: F401  # isort: skip -- first: Ctrl-C may come during the other imports
+from configs.entry_point import entry_point  # isort: skip -- first: Ctrl-C may come during the other imports
 
 import json
 import math
@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
-from configs.cli import compose, one_line_errors, quiet_end, read_prompt, refuse_other_endings
+from configs.cli import read_prompt, refuse_other_endings
 from configs.schema import build
 from model.config import SamplingConfig
 from system.deferred_imports import slow_imports
 from system.errors import UserError
+from system.streams import for_terminal, print_note
+from system.text import escape_json
 
 if TYPE_CHECKING:  # torch is imported after what can be refused without it
     from checkpoint.checkpoint import Checkpoint
@@ -45,10 +47,10 @@ def main(config: DictConfig) -> None:
     checkpoint = load_checkpoint(find_checkpoint(config.checkpoint, config.runs_dir), device)
     if config.export is not None:
         checkpoint.export(Path(config.export))
-    print(checkpoint.describe(), file=sys.stderr)
+    print_note(checkpoint.describe())
     as_json = config.format == "jsonl"
     if config.export is not None:
-        print(f"exported: {config.export}", file=sys.stderr)
+        print_note(f"exported: {config.export}")
     elif config.mode == "write":
         write_samples(checkpoint, prompt, sampling, as_json)
     elif config.mode == "interactive":
@@ -74,33 +76,24 @@ def write_samples(checkpoint: Checkpoint, prompt: str, config: SamplingConfig, a
 
     num_tokens, context = len(prompt_ids(checkpoint.tokenizer, prompt)), checkpoint.network.config.context_length
     if num_tokens > context:
-        print(f"the prompt has {num_tokens} tokens; the model sees the last {context}", file=sys.stderr)
+        print_note(f"the prompt has {num_tokens} tokens; the model sees the last {context}")
     begun = None
     for sample, piece in write(checkpoint, prompt, config, first, logprobs=as_json):
         if as_json:
             if sample.finish:
-                print(json.dumps({"prompt": prompt} | asdict(sample), ensure_ascii=False), flush=True)
+                print(escape_json(json.dumps({"prompt": prompt} | asdict(sample), ensure_ascii=False)), flush=True)
             continue
         if sample.index != begun:
             begun = sample.index
             if config.num_samples > 1:
                 print(f"\n--- sample {begun - first + 1} ---")
-            print(harmless(prompt), end="")
-        print(harmless(piece), end="\n" if sample.finish else "", flush=True)
-
-
-def harmless(text: str) -> str:
-    """For a terminal, control characters as pictures of them: a model must not move its cursor or change its title."""
-    if not sys.stdout.isatty():
-        return text
-    return "".join(chr(0x2400 + ord(char)) if char < " " and char not in "\n\t" else char for char in text).translate(
-        {code: "\ufffd" for code in range(0x7F, 0xA0)}
-    )
+            print(for_terminal(prompt), end="")
+        print(for_terminal(piece), end="\n" if sample.finish else "", flush=True)
 
 
 def converse(checkpoint: Checkpoint, config: SamplingConfig, as_json: bool) -> None:
     """Continues a prompt after the other, each on its own. Ctrl-C stops a text, or at the question the program."""
-    print("a prompt a line; Ctrl-C stops a text, Ctrl-D ends", file=sys.stderr)
+    print_note("a prompt a line; Ctrl-C stops a text, Ctrl-D ends")
     first = 0
     while True:
         if sys.stdin.isatty():
@@ -136,7 +129,7 @@ def coloured(checkpoint: Checkpoint, scores: Scores) -> str:
     decoder, pieces = StreamDecoder(checkpoint.tokenizer), []
     for token, logprob in zip(scores.tokens, scores.logprobs, strict=True):
         colour = max(colour for colour in COLOURS if colour[0] <= -logprob / math.log(2))[1]
-        pieces.append(f"\033[38;5;{colour}m{harmless(decoder.push(token))}")
+        pieces.append(f"\033[38;5;{colour}m{for_terminal(decoder.push(token))}")
     return "".join(pieces) + "\033[0m"
 
 
@@ -154,9 +147,4 @@ def pick_device(choice: str) -> str:
 
 
 if __name__ == "__main__":
-    # Text is UTF-8 whatever the locale says.
-    sys.stdin.reconfigure(encoding="utf-8", errors="replace")
-    sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-    sys.stderr.reconfigure(encoding="utf-8", errors="backslashreplace")
-    with quiet_end(), one_line_errors("sample"):
-        main(compose("sample", sys.argv[1:]))
+    entry_point(main, "sample")

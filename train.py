@@ -6,7 +6,7 @@ events, the config and summary.json. A run that was stopped goes on with resume=
 
 from __future__ import annotations
 
-import system.interrupts  # noqa: F401  # isort: skip -- first: Ctrl-C may come during the other imports
+from configs.entry_point import VERSION, entry_point  # isort: skip -- first: Ctrl-C may come during the other imports
 
 import json
 import logging
@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from configs.cli import run as run_command
 from configs.schema import build
 from data.config import DataConfig, TokenizerConfig
 from data.corpus import Corpus, find_files
@@ -56,7 +55,6 @@ if TYPE_CHECKING:  # the slow imports are in main: a mistake on the command line
     from model.gpt import GPT
     from training.setup import Run
 
-VERSION = "0.1.0"
 say = logging.getLogger("train").info
 
 
@@ -246,4 +244,4 @@ def resume_command(run_dir: Path) -> str:
 
 
 if __name__ == "__main__":
-    run_command(main, "train")
+    entry_point(main, "train", sweeps=True)

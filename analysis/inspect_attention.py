@@ -5,7 +5,7 @@
 Always as a table in the terminal; with png=FILE as a picture, with html=FILE as a page to point at tokens in.
 """
 
-import system.interrupts  # noqa: F401  # isort: skip -- first: Ctrl-C may come during the other imports
+from configs.entry_point import entry_point  # isort: skip -- first: Ctrl-C may come during the other imports
 
 import sys
 import unicodedata
@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 from omegaconf import DictConfig
 
-from configs.cli import compose, one_line_errors, read_prompt, refuse_other_endings
+from configs.cli import compose, read_prompt, refuse_other_endings
 from configs.schema import build
 from data.config import TokenizerConfig
 from model.config import GPTConfig
 from system.errors import UserError
+from system.streams import print_note
 from system.text import counted
 
 STRONGEST = 3  # links shown of each token
@@ -45,10 +46,10 @@ def main(config: DictConfig) -> None:
     for key, value, count in (("layer", config.layer, shape.num_layers), ("head", config.head, shape.num_heads)):
         if not 0 <= value < count:
             raise UserError(f"{key} is {value}, but this model has {key}s 0 to {count - 1}.")
-    print(about, file=sys.stderr)
+    print_note(about)
     ids = encode(tokenizer, text).tolist()
     if len(ids) > shape.context_length:
-        print(f"the text has {len(ids)} tokens; the model sees the last {shape.context_length}", file=sys.stderr)
+        print_note(f"the text has {len(ids)} tokens; the model sees the last {shape.context_length}")
         ids = ids[-shape.context_length :]
     query = find_token(config.token, [tokenizer.decode_single_token_bytes(token) for token in ids])
 
@@ -60,13 +61,13 @@ def main(config: DictConfig) -> None:
         from analysis.attention_plot import draw_attention, save
 
         save(draw_attention(maps, labels, about, scale=2), Path(config.png))
-        print(f"picture: {config.png}", file=sys.stderr)
+        print_note(f"picture: {config.png}")
     if config.html is not None:
         from analysis.attention_html import attention_page, save_page
 
         whole_labels = token_labels(tokenizer, ids, max_chars=40)
         save_page(attention_page(maps, whole_labels, about, (config.layer, config.head, query)), Path(config.html))
-        print(f"page: {config.html}", file=sys.stderr)
+        print_note(f"page: {config.html}")
 
 
 def trained_network(config: DictConfig):
@@ -151,8 +152,4 @@ def _padded(text: str, width: int) -> str:
 
 
 if __name__ == "__main__":
-    # Text is UTF-8 whatever the locale says.
-    sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-    sys.stderr.reconfigure(encoding="utf-8", errors="backslashreplace")
-    with one_line_errors("see"):
-        main(compose("see", sys.argv[1:]))
+    entry_point(main, "see")

@@ -3,10 +3,9 @@
 python -m analysis.lessons [lengths=[256,1024] num_layers=6 num_heads=6]
 """
 
-import system.interrupts  # noqa: F401  # isort: skip -- first: Ctrl-C may come during the other imports
+from configs.entry_point import entry_point  # isort: skip -- first: Ctrl-C may come during the other imports
 
 import statistics
-import sys
 import time
 
 import psutil
@@ -15,7 +14,6 @@ import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from configs.cli import compose, one_line_errors
 from model.attention import MultiHeadAttention, written_out_attention
 from model.flops import score_matrix_bytes
 from system.errors import UserError
@@ -190,5 +188,4 @@ def milliseconds(work) -> float:
 
 
 if __name__ == "__main__":
-    with one_line_errors("lessons"):
-        main(compose("lessons", sys.argv[1:]))
+    entry_point(main, "lessons")

@@ -11,7 +11,6 @@ its inputs, measured in a process of its own. The last line is JSON.
 import json
 import math
 import statistics
-import sys
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +20,7 @@ from benchmarks.context_cost import now
 from benchmarks.machine import machine
 from benchmarks.memory_of import measure_memory
 from benchmarks.workload import attention_pass
-from configs.cli import compose, one_line_errors
+from configs.entry_point import entry_point
 from model.config import GPTConfig
 from model.kernels.flex_attention import BLOCK, flex_works
 from sample import pick_device
@@ -150,5 +149,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    with one_line_errors("attention_speed"):
-        main(compose("attention_speed", sys.argv[1:]))
+    entry_point(main, "attention_speed")

@@ -10,7 +10,6 @@ backward, and for a step also the optimiser. Memory is the peak of a fresh proce
 
 import json
 import statistics
-import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,7 +22,8 @@ from benchmarks.growth import Growth, fit_growth, where_equal
 from benchmarks.machine import machine
 from benchmarks.memory_of import measure_memory
 from benchmarks.workload import attention_pass, training_step
-from configs.cli import compose, one_line_errors, refuse_other_endings
+from configs.cli import refuse_other_endings
+from configs.entry_point import entry_point
 from configs.schema import build
 from model.config import GPTConfig, OptimizerConfig
 from model.flops import IMPLEMENTATIONS, attention_flops, crossing_by_flops, kept_bytes, score_matrix_bytes, step_flops
@@ -400,5 +400,4 @@ def as_json(measured: Measured) -> dict:
 
 
 if __name__ == "__main__":
-    with one_line_errors("context_cost"):
-        main(compose("context_cost", sys.argv[1:]))
+    entry_point(main, "context_cost")

@@ -8,7 +8,6 @@ JSON.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -16,19 +15,20 @@ import torch.nn.functional as F
 
 from benchmarks.machine import machine
 from checkpoint.checkpoint import find_checkpoint, load_checkpoint
-from configs.cli import one_line_errors
+from configs.entry_point import entry_point
 from data.tokenizer import encode
 from sampling.sampler import score
+from system.streams import print_note
 
 CHARACTERS = 40_000
 TEXT = Path(__file__).parents[1] / "data/shakespeare.txt"
 
 
 @torch.inference_mode()
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Prints both losses and one JSON line. Raises UserError where there is no checkpoint."""
-    checkpoint = load_checkpoint(find_checkpoint(sys.argv[1] if sys.argv[1:] else None, "runs"))
-    print(checkpoint.describe())
+    checkpoint = load_checkpoint(find_checkpoint(arguments[0] if arguments else None, "runs"))
+    print_note(checkpoint.describe())
     network, length = checkpoint.network, checkpoint.network.config.context_length
     ids = torch.from_numpy(encode(checkpoint.tokenizer, TEXT.read_text(encoding="utf-8")[-CHARACTERS:]))
     ours = -score(network, ids)[length - 1 :].mean().item()  # those with a whole context before them
@@ -43,5 +43,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with one_line_errors("sample"):
-        main()
+    entry_point(main)

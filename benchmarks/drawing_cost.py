@@ -10,17 +10,17 @@ counts in full. The share is that of a whole default run, DEFAULT_TIME from star
 
 import json
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback
+from omegaconf import DictConfig
 
 from benchmarks.default_run import prepared_text, snapshots_of, train
 from benchmarks.machine import machine
-from configs.cli import compose, one_line_errors
+from configs.entry_point import entry_point
 from system.text import counted
 from training.budget import DEFAULT_TIME
 from training.callbacks import Snapshots
@@ -48,12 +48,11 @@ class TimedDrawing(Callback):
         self.calls.append((trainer.global_step, time.perf_counter() - start))
 
 
-def main() -> None:
+def main(config: DictConfig) -> None:
     """Prints a line a validation, the share, and one JSON line."""
-    config = compose("train", sys.argv[1:])
     data = prepared_text(config)
     drawing = TimedDrawing(snapshots_of(data))
-    with tempfile.TemporaryDirectory() as folder:
+    with StopOnSignal(), tempfile.TemporaryDirectory() as folder:  # train.py's Trainer takes the signals over
         began = time.perf_counter()
         train(config, data, Path(folder), STEPS, config.validations, first=Callback(), drawing=drawing)
         run_s = time.perf_counter() - began
@@ -74,5 +73,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with one_line_errors("train"), StopOnSignal():  # train.py's Trainer takes the signals over
-        main()
+    entry_point(main, "train")

@@ -11,7 +11,6 @@ Times are of the steps alone, on the CPU: no validation, no start-up. The last l
 import gc
 import json
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -23,7 +22,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.default_run import new_network, prepared_text, snapshots_of, train
 from benchmarks.machine import machine
-from configs.cli import compose, one_line_errors
+from configs.cli import compose
+from configs.entry_point import entry_point
 from configs.schema import build
 from model.config import OptimizerConfig
 from model.kernels.bfloat16 import products_in
@@ -114,11 +114,13 @@ def measure(model: Model, overrides: list[str]) -> dict[str, float]:
     return {"hand_ms": round(hand_ms, 3), "lightning_ms": round(lightning_ms, 3), "ratio": round(ratio, 4)}
 
 
-def main() -> None:
+def main(overrides: list[str]) -> None:
     """Measures both models, and prints one JSON line."""
+    compose("train", overrides)  # refuses what cannot be set
     gc.freeze()  # as train.py does after its imports: system/deferred_imports.py
     print(f"on the CPU, {counted(torch.get_num_threads(), 'thread')}")
-    results = {model.name: measure(model, sys.argv[1:]) for model in MODELS}
+    with StopOnSignal():  # train.py's Trainer takes the signals over
+        results = {model.name: measure(model, overrides) for model in MODELS}
     print(
         json.dumps(
             {"benchmark": "lightning_overhead", "machine": machine(), "threads": torch.get_num_threads(), **results}
@@ -127,5 +129,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with one_line_errors("train"), StopOnSignal():  # train.py's Trainer takes the signals over
-        main()
+    entry_point(main)

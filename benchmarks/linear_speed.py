@@ -14,7 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.machine import machine
+from configs.cli import refuse_arguments
+from configs.entry_point import entry_point
 from model.kernels.onednn import has_onednn, onednn_is_faster, onednn_linear
+from system.errors import UserError
 
 TOKENS = 24 * 64  # a batch of the default run
 SHAPES = {"attention in": (128, 384), "attention out": (128, 128), "mlp up": (128, 512), "mlp down": (512, 128)}
@@ -28,10 +31,13 @@ def step_ms(product, x: Tensor, weight: Tensor, grad: Tensor) -> float:
     return 1000 * (time.perf_counter() - start)
 
 
-def main() -> None:
-    """Prints a line a shape, and one JSON line."""
+def main(arguments: list[str]) -> None:
+    """Prints a line a shape, and one JSON line. Raises UserError without oneDNN."""
+    refuse_arguments(arguments)
     if not has_onednn():
-        raise SystemExit("this PyTorch carries no oneDNN: model/kernels/linear.py uses PyTorch's own product")
+        raise UserError(
+            "This PyTorch has no oneDNN to compare with: model/kernels/linear.py uses PyTorch's own product."
+        )
     print(f"{'layer':14} {'PyTorch, ms':>12} {'oneDNN, ms':>11} {'GFLOP/s':>16} {'ratio':>7}")
     totals = [0.0, 0.0]
     for name, (inputs, outputs) in SHAPES.items():
@@ -51,4 +57,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry_point(main)

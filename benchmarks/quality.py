@@ -19,7 +19,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from benchmarks.machine import machine
-from configs.cli import compose, one_line_errors
+from configs.entry_point import entry_point
 from system.errors import UserError
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -82,5 +82,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    with one_line_errors("quality"):
-        main(compose("quality", sys.argv[1:]))
+    entry_point(main, "quality")

@@ -30,7 +30,8 @@ import torch.nn.functional as F
 from benchmarks.hugging_face import hugging_face_gpt2, refuse_without_transformers
 from benchmarks.machine import machine
 from checkpoint.checkpoint import NETWORK_PREFIX, gpt_entry
-from configs.cli import one_line_errors
+from configs.cli import refuse_arguments
+from configs.entry_point import entry_point
 from data.config import TokenizerConfig
 from data.tokenizer import build_tokenizer
 from model.config import GPTConfig, SamplingConfig
@@ -160,7 +161,7 @@ def seconds_to_first_character(network: GPT) -> tuple[float, float]:
         weights = {NETWORK_PREFIX + name: weight for name, weight in network.state_dict().items()}
         entry = gpt_entry(network.config, tokenizer, 0, {"nats_per_token": 0.0, "bits_per_byte": 0.0})
         torch.save({"gpt": entry, "state_dict": weights}, path)
-        load = f"import system.interrupts, torch; torch.load({str(path)!r}, weights_only=True)"
+        load = f"import configs.entry_point, torch; torch.load({str(path)!r}, weights_only=True)"
         ours, bare = [], []
         for _ in range(ROUNDS + 1):
             start = time.perf_counter()
@@ -175,8 +176,9 @@ def seconds_to_first_character(network: GPT) -> tuple[float, float]:
     return statistics.median(ours[1:]), statistics.median(bare[1:])
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Prints each comparison beside what is aimed at, and one JSON line. Raises UserError without transformers."""
+    refuse_arguments(arguments)
     refuse_without_transformers()
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
@@ -257,5 +259,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with one_line_errors("sample"):
-        main()
+    entry_point(main)

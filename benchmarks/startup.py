@@ -18,6 +18,9 @@ import time
 from pathlib import Path
 
 from benchmarks.machine import machine
+from configs.cli import compose
+from configs.entry_point import entry_point
+from system.errors import UserError
 
 ROUNDS = 5
 PROMISED_RATIO = 1.6
@@ -46,7 +49,7 @@ runpy.run_path("train.py", run_name="__main__")
 
 
 def seconds_until_over(code: str, arguments: list[str]) -> float:
-    """From the start of a Python process until it calls `over`. Raises SystemExit where it does not."""
+    """From the start of a Python process until it calls `over`. Raises UserError where it does not."""
     ours, theirs = os.pipe()
     start = time.time()
     process = subprocess.run(
@@ -61,18 +64,19 @@ def seconds_until_over(code: str, arguments: list[str]) -> float:
     with os.fdopen(ours) as answer:
         end = answer.read()
     if not end:
-        raise SystemExit(process.stderr or process.stdout)
+        raise UserError((process.stderr or process.stdout).strip().rpartition("\n")[2].removeprefix("error: "))
     return float(end) - start
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Prints a line a round, the median ratio, and one JSON line."""
+    compose("train", arguments)  # refuses what cannot be set
     rounds = []
     print(f"{'round':>5} {'imports, s':>11} {'first step, s':>14} {'ratio':>7}")
     for number in range(ROUNDS + 1):
         with tempfile.TemporaryDirectory() as runs_dir:
             imports = seconds_until_over(IMPORTS, [])
-            first_step = seconds_until_over(TRAIN, [f"runs_dir={runs_dir}", *sys.argv[1:]])
+            first_step = seconds_until_over(TRAIN, [f"runs_dir={runs_dir}", *arguments])
         if number:  # before it, files were not in memory and tokens perhaps not cached
             rounds.append((imports, first_step))
             print(f"{number:5} {imports:11.2f} {first_step:14.2f} {first_step / imports:7.2f}", flush=True)
@@ -87,4 +91,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry_point(main)

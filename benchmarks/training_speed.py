@@ -18,7 +18,6 @@ rounds. The last line is JSON.
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,7 +29,8 @@ from torch import Tensor
 
 from benchmarks.hugging_face import hugging_face_gpt2, refuse_without_transformers
 from benchmarks.machine import machine
-from configs.cli import compose, one_line_errors
+from configs.cli import compose
+from configs.entry_point import entry_point
 from configs.schema import build
 from model.config import GPTConfig, OptimizerConfig
 from model.flops import step_flops
@@ -263,5 +263,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    with one_line_errors("training_speed"):
-        main(compose("training_speed", sys.argv[1:]))
+    entry_point(main, "training_speed")

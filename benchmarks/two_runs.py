@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 
 from benchmarks.machine import machine
+from configs.entry_point import entry_point
+from system.errors import UserError
 from system.openmp import SPIN_COUNT
 
 SECONDS, ROUNDS = 6.0, 5
@@ -71,18 +73,21 @@ def speeds(number: int, wait: dict[str, str]) -> list[float]:
     ]  # fmt: skip
     for process in processes:
         if process.stdout.readline() != "ready\n":
-            raise SystemExit("a process could not train")
+            raise UserError("A process could not train. Free memory, or end other programs.")
     for process in processes:
         process.stdin.write("\n")
         process.stdin.flush()
     return [float(process.communicate()[0]) for process in processes]
 
 
-def main(spin_counts: list[int]) -> None:
-    """Prints a line for each way to wait, and one JSON line."""
+def main(arguments: list[str]) -> None:
+    """Prints a line for each way to wait, and one JSON line. Raises UserError for spin counts that are no numbers."""
+    counts = arguments or [str(SPIN_COUNT)]
+    if not all(count.isdecimal() for count in counts):
+        raise UserError(f"{' '.join(counts)!r} must be whole numbers, such as {SPIN_COUNT}.")
     # A count that is set, also libgomp's own, keeps system/openmp.py from setting another.
     ways = {"default": {"GOMP_SPINCOUNT": "300000"}, "passive": {"OMP_WAIT_POLICY": "PASSIVE"}}
-    ways |= {f"spin {count}": {"GOMP_SPINCOUNT": str(count)} for count in spin_counts}
+    ways |= {f"spin {count}": {"GOMP_SPINCOUNT": str(count)} for count in counts}
     shares: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for number in range(ROUNDS):
         measured = {name: (sum(speeds(1, wait)), sum(speeds(2, wait))) for name, wait in ways.items()}
@@ -101,7 +106,4 @@ def main(spin_counts: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    counts = sys.argv[1:] or [str(SPIN_COUNT)]
-    if not all(count.isdecimal() for count in counts):
-        raise SystemExit(f"error: {' '.join(counts)!r} must be whole numbers, such as {SPIN_COUNT}.")
-    main([int(count) for count in counts])
+    entry_point(main)

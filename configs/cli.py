@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TextIO
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -21,6 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 from configs import schema
 from system.errors import UserError
 from system.interrupts import comes_from_ctrl_c
+from system.memory import is_out_of_memory
+from system.streams import handle_failing_output, print_error
 from training.run_dir import escaped, started_by_lightning, sweep_removed_if_refused
 
 CONFIG_DIR = Path(__file__).resolve().parent
@@ -29,6 +30,16 @@ HYDRA_KEYS = ("hydra.mode", "hydra.sweeper", "hydra/sweeper", "hydra.launcher", 
 # Hydra's flags that read a file which names what to run: a pickle, or YAML with _target_.
 REFUSED_FLAGS = ("config_name", "config_path", "config_dir", "experimental_rerun")
 PROMPT_BYTES = 64 << 20
+# What takes a program's memory.
+TO_LOWER = {
+    "train": "data.batch_size, model.context_length, model.num_layers or model.d_model",
+    "sample": "num_samples, or give a shorter prompt",
+    "see": "the length of the text; of an untrained model also model.context_length or model.d_model",
+    "lessons": "lengths",
+    "context_cost": "lengths or tokens_per_batch",
+    "attention_speed": "lengths or tokens_per_batch",
+    "training_speed": "vocab_size",
+}
 # Their values are taken exactly as typed: Hydra would read commas, quotes, = and ${ as its own grammar.
 PATH_KEYS = ("prompt_file", "export", "runs_dir", "png", "html", "logdir")
 LITERAL_KEYS = (
@@ -51,7 +62,7 @@ def run(task: Callable[[DictConfig], None], config_name: str) -> None:
         @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=config_name)
         def job(config: DictConfig) -> None:
             # One line here too: Hydra would print one of its own first.
-            with quiet_end(), one_line_errors(config_name), sweep_removed_if_refused():
+            with handle_failing_output(), one_line_errors(config_name), sweep_removed_if_refused():
                 composed.append(config)
                 refuse_unknown_or_missing(config, config_name)
                 task(config)
@@ -75,6 +86,12 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
         raise UserError(explain(error, config_name)) from error
     refuse_unknown_or_missing(config, config_name)
     return config
+
+
+def refuse_arguments(arguments: list[str]) -> None:
+    """Raises UserError where there are any, for a program without settings."""
+    if arguments:
+        raise UserError(f"{quoted(arguments[0])} is given, but this program has no settings. Leave it out.")
 
 
 def read_prompt(config: DictConfig) -> str:
@@ -147,50 +164,35 @@ def as_literal(argument: str, config_name: str) -> str:
 
 
 @contextmanager
-def one_line_errors(config_name: str) -> Iterator[None]:
+def one_line_errors(config_name: str | None) -> Iterator[None]:
     """Ends the process with one line on standard error and exit code 2 where the user can mend it."""
     try:
         yield
-    except (UserError, HydraException, OmegaConfBaseException) as error:
-        message = str(error) if isinstance(error, UserError) else explain(error, config_name)
-        print(f"error: {message}", file=sys.stderr)
-        sys.exit(2)
-
-
-@contextmanager
-def quiet_end() -> Iterator[None]:
-    """A reader that has had enough of the output ends the process silently, with exit code 0.
-
-    Where the output cannot be written, because its disk is full, one line says so.
-    """
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        write_nowhere(sys.stdout, sys.stderr)
-        sys.exit(0)
-    except OSError as error:
-        if not _fails(sys.stdout):  # it was another file
+    except Exception as error:
+        message = one_line(error, config_name)
+        if message is None:
             raise
-        write_nowhere(sys.stdout)
-        print(f"error: the output cannot be written: {error.strerror}. Make room, or write elsewhere.", file=sys.stderr)
+        print_error(message)
         sys.exit(2)
 
 
-def _fails(stream: TextIO) -> bool:
-    """Whether not even a line's end can be written: flushing again would not tell, what failed is forgotten."""
-    try:
-        os.write(stream.fileno(), b"\n")
-    except OSError:
-        return True
-    return False
+def one_line(error: Exception, config_name: str | None) -> str | None:
+    """What the user can do about an error; None: nothing, it is a bug, and its traceback is what helps."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, (HydraException, OmegaConfBaseException)):
+        return explain(error, config_name or "train")
+    if is_out_of_memory(error):
+        return f"out of memory. Lower {TO_LOWER.get(config_name, 'what is asked for')}, or end other programs."
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{quoted(error.filename)} cannot be read or written: {error.strerror}. Give another path."
+    return None
 
 
-def write_nowhere(*streams: TextIO) -> None:
-    """What these streams still hold, and what comes, is lost: it would fail again at the end."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in streams:
-        os.dup2(nowhere, stream.fileno())
+def quoted(value: object, most: int = 100) -> str:
+    """A value as an error line names it: in quotes, and its middle left out where it is long."""
+    text = repr(os.fsdecode(value) if isinstance(value, (bytes, os.PathLike)) else value)
+    return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 4 :]}"
 
 
 def explain(error: Exception, config_name: str) -> str:

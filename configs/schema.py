@@ -134,7 +134,8 @@ class QualitySchema:
     corpus: str | None = MISSING
 
 
-GROUPS = ("model", "data", "tokenizer", "optimizer", "trainer")
+CONFIG_CLASSES = {"model": GPTConfig, "data": DataConfig, "tokenizer": TokenizerConfig, "optimizer": OptimizerConfig}
+GROUPS = (*CONFIG_CLASSES, "trainer")
 ROOTS = {
     "train": TrainSchema,
     "sample": SampleSchema,
@@ -155,8 +156,7 @@ def register() -> None:
     store = ConfigStore.instance().store
     for name, root in ROOTS.items():
         store(name=f"{name}_schema", node=root)
-    groups = {"model": GPTConfig, "data": DataConfig, "tokenizer": TokenizerConfig, "optimizer": OptimizerConfig}
-    for group, config_class in groups.items():
+    for group, config_class in CONFIG_CLASSES.items():
         store(group=group, name="schema", node=_thawed(config_class))
     # Lightning's options are Lightning's to know: any key passes here, training/trainer.py refuses unknown ones.
     store(group="trainer", name="schema", node=OmegaConf.create({}, flags={"struct": False}))

@@ -2,13 +2,20 @@
 
 import contextlib
 import ctypes
+import errno
 import gc
+import re
 import sys
 from pathlib import Path
 
 import psutil
 
 from system.errors import UserError
+
+_NO_MEMORY = re.compile(
+    r"can(?:'t|not) allocate memory|not enough memory|out of memory|bad allocation|bad_alloc|failed to map segment",
+    re.IGNORECASE,
+)
 
 
 def memory_mb(device_type: str = "cpu") -> float:
@@ -62,3 +69,12 @@ def refuse_beyond_memory(weights: int) -> None:
             f"model: {weights:,} weights take {needed_gb:,.0f} GB, but this machine has {there_gb:,.0f}. "
             "Lower model.num_layers, model.d_model, model.mlp_hidden, model.bigram_rows or model.context_length."
         )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device or the system had no memory left."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or (
+        isinstance(error, (RuntimeError, ImportError)) and bool(_NO_MEMORY.search(str(error)))
+    )

@@ -23,7 +23,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 import sample
 import train
-from configs.cli import compose, one_line_errors, run
+from configs.entry_point import entry_point
 from training.run_dir import job_start
 
 # Tiny tensors gain nothing from a second thread, and several test processes would fight over the cores.
@@ -182,7 +182,7 @@ def train_here(tmp_path, tiny, monkeypatch, capfd) -> Callable[..., Finished]:
 
     def trained(*overrides: str, settings: tuple[str, ...] = tiny) -> Finished:
         monkeypatch.setattr(sys, "argv", ["train.py", *settings, f"runs_dir={runs}", *overrides])
-        return _as_process(lambda: run(train.main, "train"), monkeypatch, capfd, runs)
+        return _as_process(lambda: entry_point(train.main, "train", sweeps=True), monkeypatch, capfd, runs)
 
     return trained
 
@@ -196,7 +196,7 @@ def refuse(tmp_path, monkeypatch, capfd) -> Callable[..., str]:
         where = () if any(argument.startswith("runs_dir=") for argument in arguments) else (f"runs_dir={runs}",)
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *where, *arguments])
 
-        task = _sample if script == "sample" else lambda: run(train.main, "train")
+        task = _sample if script == "sample" else lambda: entry_point(train.main, "train", sweeps=True)
         finished = _as_process(task, monkeypatch, capfd, runs)
         assert not any(runs.glob("*")), list(runs.glob("**/*"))
         return finished.error
@@ -216,8 +216,7 @@ def sample_here(tmp_path, monkeypatch, capfd) -> Callable[..., Finished]:
 
 
 def _sample() -> None:
-    with one_line_errors("sample"):
-        sample.main(compose("sample", sys.argv[1:]))
+    entry_point(sample.main, "sample")
 
 
 def _as_process(task: Callable[[], None], monkeypatch, capfd, runs: Path) -> Finished:

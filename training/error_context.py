@@ -2,19 +2,17 @@
 
 import errno
 import os
-import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
 
 from system.errors import UserError
+from system.memory import is_out_of_memory
 
-_NO_MEMORY = re.compile(r"can't allocate memory|not enough memory|out of memory|bad allocation|bad_alloc", re.I)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -62,11 +60,6 @@ def cannot_write(error: OSError, run_dir: Path, how_to_go_on: str | None) -> str
     if how_to_go_on is None:
         return f"{failed} Nothing was trained yet. {fix}, or choose another runs_dir, and start again."
     return f"{failed} Checkpoints written before are whole. {fix}, then resume with: {how_to_go_on}"
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device or the system had no memory left."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or bool(_NO_MEMORY.search(str(error)))
 
 
 def out_of_memory(config: DictConfig) -> str:

@@ -27,6 +27,8 @@ from tqdm import tqdm
 
 from system.errors import UserError
 from system.files import written_whole
+from system.streams import write_nowhere
+from system.text import escape_control_chars
 
 # Lightning starts one process a further device; they inherit the directory of the first.
 _INHERITED = "TINY_GPT_RUN_DIR"
@@ -208,13 +210,20 @@ def log_to(run_dir: Path | None) -> None:
     if started_by_lightning():
         handlers = [logging.NullHandler()]
     elif run_dir is not None:
-        handlers.append(_LogFile(run_dir / "train.log", encoding="utf-8"))
+        handlers.append(_LogFile(run_dir / "train.log", encoding="utf-8", errors="backslashreplace"))
     for handler in handlers:
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setFormatter(_Harmless("%(message)s"))
         root.addHandler(handler)
     root.setLevel(logging.INFO)
     for library in ("lightning", "lightning.pytorch", "lightning.fabric", "torch", "matplotlib", "PIL", "rustbpe"):
         logging.getLogger(library).setLevel(logging.ERROR)
+
+
+class _Harmless(logging.Formatter):
+    """Lines for a terminal, of which train.log is one day shown on one too."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escape_control_chars(super().format(record))
 
 
 class _Screen(logging.Handler):
@@ -223,7 +232,7 @@ class _Screen(logging.Handler):
             tqdm.write(self.format(record))
             sys.stdout.flush()  # a pipe or a file would keep the line until the end
         except OSError:  # nobody reads any more, or the disk is full: the run goes on, train.log has its lines
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            write_nowhere(sys.stdout)
 
 
 class _LogFile(logging.FileHandler):
