@@ -23,6 +23,11 @@ CHUNK_BYTES = 1 << 20
 _OURS = re.compile(r"(?:tokens|bpe)-[0-9a-f]{16}\.(?:npy|txt)(\..*\.tmp)?")  # group 1: not finished
 
 
+def is_cache_file(name: str) -> bool:
+    """Whether it is a name that we give to a cache file, finished or not."""
+    return _OURS.fullmatch(name) is not None
+
+
 def _last_line(digest: "hashlib._Hash") -> bytes:
     return f"\nsha256 {digest.hexdigest()}\n".encode()
 

@@ -18,7 +18,8 @@ class DataConfig:
     """Which text, how it is split, and how much of it a batch holds."""
 
     corpus: str | None = None
-    """Text file, folder or glob of UTF-8 text; None is the embedded Shakespeare."""
+    """Text file, folder or glob of UTF-8 text; None is the embedded Shakespeare. Each real file counts once, whatever
+    links lead to it; run directories and caches of train.py are left out."""
     val_fraction: float = 0.1
     """Share of the bytes, at the end of the text, that is kept from training."""
     batch_size: int = 24

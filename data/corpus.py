@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
+from data.text_files import BINARY, LeftOut, files_below, files_of_glob
 from system.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -24,8 +25,9 @@ SHAKESPEARE = Path(__file__).parent / "shakespeare.txt"
 def find_files(corpus: str | None = None) -> list[Path]:
     """Files that `data.corpus` names: None or "shakespeare" (the embedded text), a file, a folder or a glob.
 
-    A folder stands for every text file below it, in sorted order; hidden files and binary ones are left out,
-    the latter with a warning. Raises UserError when that leaves nothing, or when a file cannot be read.
+    A folder stands for every text file below it, in sorted order. Hidden files are left out, and with a warning binary
+    ones, further names of one file, and what runs wrote. Raises UserError when that leaves nothing, or when a file
+    cannot be read.
     """
     if corpus is None or corpus == "shakespeare":
         return [SHAKESPEARE]
@@ -36,14 +38,15 @@ def find_files(corpus: str | None = None) -> list[Path]:
     try:
         if path.is_file():
             return [_text_file(path)]
-        found = sorted(file for file in _candidates(path) if file.is_file())
+        left_out = LeftOut()
+        found = _candidates(path, left_out)
         binary = [file for file in found if _is_binary(file)]
     except OSError as error:
         raise _unreadable(error.filename or path, error) from None
-    if binary:
-        names = ", ".join(str(file) for file in binary[:3]) + (", …" if len(binary) > 3 else "")
-        _warn(f"data.corpus {corpus!r}: left out {len(binary)} binary file(s): {names}")
-    text = [file for file in found if file not in set(binary)]
+    left_out.add(BINARY, *binary)
+    if left_out:
+        _warn(f"data.corpus {corpus!r}: left out {left_out}")
+    text = sorted(set(found) - set(binary))
     if not text:
         raise UserError(f"data.corpus {corpus!r} holds no text file. Give a text file, a folder or a glob.")
     return text
@@ -60,20 +63,23 @@ def _text_file(file: Path) -> Path:
     return file
 
 
-def _candidates(path: Path) -> list[Path]:
+def _candidates(path: Path, left_out: LeftOut) -> list[Path]:
     if path.is_dir():
-        below = (file.relative_to(path) for file in path.rglob("*"))
-        return [path / name for name in below if not any(part.startswith(".") for part in name.parts)]
+        return files_below(path, left_out)
     if glob.has_magic(str(path)):
-        return [Path(name) for name in glob.glob(str(path), recursive=True)]
+        return files_of_glob(path, left_out)
     wrong = "is no regular file" if path.exists() else "does not exist"  # a device or a pipe can be read once only
     raise UserError(f"data.corpus {str(path)!r} {wrong}. Give a text file, a folder or a glob.")
 
 
 def _is_binary(file: Path) -> bool:
     """Whether the first 8 KiB hold a NUL byte, which text never does."""
+    return b"\0" in _start_of(file)
+
+
+def _start_of(file: Path) -> bytes:
     with file.open("rb") as f:
-        return b"\0" in f.read(8192)
+        return f.read(8192)
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,7 @@ class Corpus:
             raise UserError(f"data.val_fraction is {val_fraction}; it must lie between 0 and 1, e.g. 0.1.")
         self.files = files
         parts = _join(files)
+        self.num_empty = len(files) - len(parts)
         self.num_bytes = sum(part.num_bytes for part in parts)
         where = str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
         if self.num_bytes == 0:
@@ -150,6 +157,18 @@ class Corpus:
                     f"The {self.num_bytes} bytes of {where} leave none for the {split.name} split at "
                     f"data.val_fraction={val_fraction}. Use a longer text or another fraction."
                 )
+
+    def describe_files(self) -> str:
+        """Name or number of the files; how many are empty; in how many a line ends as on Windows, by their start."""
+        try:
+            crlf = sum(b"\r\n" in _start_of(file) for file in self.files)
+        except OSError as error:
+            raise _unreadable(error.filename or self.files[0], error) from None
+        if len(self.files) == 1:
+            return self.files[0].name + (" (CRLF line ends, kept)" if crlf else "")
+        notes = [f"{self.num_empty:,} empty"] if self.num_empty else []
+        notes += [f"{crlf:,} with CRLF line ends, kept"] if crlf else []
+        return f"{len(self.files):,} files" + (f" ({', '.join(notes)})" if notes else "")
 
 
 def _join(files: list[Path]) -> list[Part]:

@@ -1,5 +1,6 @@
 """Text files become one text and two splits: every byte once, whatever the locale, in bounded memory."""
 
+import glob
 import os
 import subprocess
 import sys
@@ -53,6 +54,90 @@ def test_glob_gives_its_matches_sorted(tmp_path):
 def test_a_name_with_glob_characters_is_a_name_first(tmp_path):
     file = write(tmp_path / "act[1].txt", "text")
     assert find_files(str(file)) == [file]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links need a permission on Windows")
+@pytest.mark.parametrize("corpus", ["", "/**", "/**/*.txt", "/*/*.txt"])
+def test_links_that_lead_round_in_a_circle_give_each_real_file_once(tmp_path, caplog, corpus):
+    for name in ("a.txt", "deep/b.txt"):
+        write(tmp_path / "texts" / name, name)
+    for link in ("again", "once_more", "deep/up"):
+        (tmp_path / "texts" / link).symlink_to(tmp_path / "texts", target_is_directory=True)
+    expected = [tmp_path / "texts" / name for name in ("a.txt", "deep/b.txt")]
+    if corpus == "/*/*.txt":  # which asks for files in the folder's folders: it is one of them, by its links
+        expected[0] = tmp_path / "texts/again/a.txt"
+    assert find_files(f"{tmp_path / 'texts'}{corpus}") == expected
+    assert "left out" in caplog.text and "texts/once_more" in caplog.text
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links need a permission on Windows")
+def test_other_names_of_a_file_are_left_out_and_named(tmp_path, caplog):
+    file = write(tmp_path / "texts/m.txt", "text")
+    (tmp_path / "texts/a.txt").symlink_to(file)
+    (tmp_path / "texts/z.txt").hardlink_to(file)
+    (tmp_path / "texts/gone.txt").symlink_to(tmp_path / "nowhere")
+    assert find_files(str(tmp_path / "texts/*.txt")) == [file]
+    assert "2 other names of files that are read" in caplog.text and "1 broken link or device" in caplog.text
+    assert all(f"texts/{name}.txt" in caplog.text for name in ("a", "z", "gone"))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links need a permission on Windows")
+def test_link_to_a_folder_elsewhere_is_followed(tmp_path):
+    write(tmp_path / "elsewhere/b.txt", "b")
+    write(tmp_path / "texts/a.txt", "a")
+    (tmp_path / "texts/more").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    for corpus in ("texts", "texts/**/*.txt"):
+        assert find_files(str(tmp_path / corpus)) == [tmp_path / "texts/a.txt", tmp_path / "texts/more/b.txt"]
+
+
+@pytest.mark.parametrize(
+    "corpus", ["", "/**", "/*.txt", "/**/*.txt", "/deep/*", "/?.txt", "/[ab].txt", "/.hidden", "/d*/**", "/*/c.txt"]
+)
+def test_glob_gives_what_pythons_own_gives(tmp_path, caplog, corpus):
+    for name in ("a.txt", "b.txt", "deep/c.txt", "deep/er/d.txt", "e.md", ".hidden", ".git/f.txt"):
+        write(tmp_path / name, name)
+    caplog.clear()
+    python = glob.glob(f"{tmp_path}{corpus or '/**'}", recursive=True)
+    assert find_files(f"{tmp_path}{corpus}") == sorted({Path(name) for name in python if os.path.isfile(name)})
+    assert caplog.text == ""  # nothing is left out
+
+
+def test_what_runs_wrote_is_no_text_wherever_it_lies(tmp_path, caplog):
+    text = write(tmp_path / "play.txt", "text")
+    for run in ("runs/one", "moved"):
+        for name in ("config.yaml", "train.log", "summary.json"):
+            write(tmp_path / run / name, name)
+    for name in ("multirun.yaml", "0_seed_1/config.yaml", "0_seed_1/checkpoints/x", "by_context_length/events.out"):
+        write(tmp_path / "a_sweep" / name, name)
+    write(tmp_path / "cache/bpe-0123456789abcdef.txt", "merges")
+    theirs = write(tmp_path / "other/config.yaml", "of another program")
+    assert find_files(str(tmp_path)) == find_files(f"{tmp_path}/**") == [theirs, text]
+    assert "3 run directories of train.py" in caplog.text and "1 cache file (" in caplog.text
+    assert find_files(str(tmp_path / "runs/one/train.log")) == [tmp_path / "runs/one/train.log"]  # asked for by name
+
+
+def test_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    write(tmp_path / "locked/a.txt", "a")
+    iterdir = Path.iterdir
+
+    def locked(folder):
+        if folder.name == "locked":
+            raise PermissionError(13, "Permission denied", str(folder))
+        return iterdir(folder)
+
+    monkeypatch.setattr(Path, "iterdir", locked)
+    with pytest.raises(UserError, match="Cannot read .*locked: Permission denied"):
+        find_files(str(tmp_path))
+
+
+def test_line_about_the_text_counts_empty_files_and_those_with_crlf(tmp_path):
+    for name, content in (("a.txt", "one\n"), ("b.txt", ""), ("c.txt", "two\r\n"), ("d.txt", "three\r\nfour")):
+        write(tmp_path / name, content)
+    corpus = Corpus(find_files(str(tmp_path)), 0.5)
+    assert corpus.describe_files() == "4 files (1 empty, 2 with CRLF line ends, kept)"
+    assert both(corpus) == "one\ntwo\r\nthree\r\nfour"
+    assert Corpus([tmp_path / "a.txt"], 0.5).describe_files() == "a.txt"
+    assert Corpus([tmp_path / "c.txt"], 0.5).describe_files() == "c.txt (CRLF line ends, kept)"
 
 
 @pytest.mark.parametrize("corpus", ["missing.txt", "", "*.none", "x" * 5000])

@@ -74,12 +74,10 @@ class TextData(lightning.LightningDataModule):
 
     def describe(self) -> str:
         """One line: files, bytes, tokenizer, tokens, and whether they were there already."""
-        files = self.corpus.files
-        text = files[0].name if len(files) == 1 else f"{len(files)} files"
         origin = "cached" if self.cached else "encoded now"
         return (
-            f"{text}, {self.corpus.num_bytes:,} bytes; {self.tokenizer.name} tokenizer, vocabulary "
-            f"{self.vocab_size:,}, {self.bytes_per_token:.2f} bytes a token; "
+            f"{self.corpus.describe_files()}, {self.corpus.num_bytes:,} bytes; {self.tokenizer.name} tokenizer, "
+            f"vocabulary {self.vocab_size:,}, {self.bytes_per_token:.2f} bytes a token; "
             f"{len(self.train_tokens):,} tokens to train on, {len(self.val_tokens):,} to validate ({origin})"
             + self._describe_limit()
         )
