@@ -59,11 +59,10 @@ def train(
     metrics = Metrics({})
     options = OmegaConf.to_container(config.trainer, resolve=True)
     options = resolve(options | {"max_steps": steps, "max_time": "1h", "accelerator": "cpu"})
-    if not validations:
-        options["limit_val_batches"] = 0
     kept = KeepLast(run_dir / "last.ckpt", metrics)
     callbacks = [first, metrics, Progress(metrics), drawing, StopOnSignal(), kept]
     trainer = trainer_in(run_dir, options, max(1, validations), data, callbacks)
-    data.trainer = None
+    if not validations:
+        trainer.limit_val_batches = 0
     trainer.fit(module, datamodule=data)
     data.trainer = None

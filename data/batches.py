@@ -9,9 +9,15 @@ B batch_size, T context_length, N tokens in the split, W windows an epoch.
 Training goes through an epoch's W windows in random order; each epoch draws a new order and starts its
 windows at a new place (1 above), so the model meets its text in ever new cuts. Nothing is stored to resume:
 the trainer knows how many batches it has processed, and that says which comes next.
+
+What the Trainer calls an epoch is W windows in whole optimizer steps: W / (B x ranks x accumulated batches) steps,
+rounded up. The last one goes on into the next order, so every step has equally many windows, however they are
+accumulated.
 """
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,6 +25,32 @@ import torch
 from system.errors import UserError
 
 IGNORE = -100  # target that torch's cross_entropy leaves out
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """The Trainer's options about batches. A limit is a number of batches a rank (int), or a share (float) of them."""
+
+    accumulate_grad_batches: int = 1
+    limit_train_batches: int | float | None = None
+    overfit_batches: int | float | None = None
+    limit_val_batches: int | float | None = None
+
+    def apply(self, name: str, batches: int) -> int:
+        """How many of so many batches the limit leaves. Raises UserError if that is none."""
+        limit = getattr(self, name)
+        if limit is None:
+            return batches
+        left = int(limit * batches) if isinstance(limit, float) else min(limit, batches)
+        if left < 1:
+            raise UserError(
+                f"trainer.{name} is {limit}, which leaves none of {batches:,} batches. "
+                f"Use at least {math.ceil(100 / batches) / 100:g}, or a number of batches: trainer.{name}=1."
+            )
+        return left
+
+
+NO_LIMITS = BatchLimits()
 
 
 class TrainBatches:
@@ -33,8 +65,12 @@ class TrainBatches:
         rank: int = 0,
         world_size: int = 1,
         steps_done: Callable[[], int] = lambda: 0,
+        limits: BatchLimits = NO_LIMITS,
     ):
-        """`steps_done` tells how many batches this rank has trained on. Raises UserError if N < T + 1."""
+        """`steps_done` tells how many batches this rank has trained on.
+
+        Raises UserError if N < T + 1, or if the limits leave no batch.
+        """
         if len(tokens) < context_length + 1:
             mend = f"Use model.context_length ≤ {len(tokens) - 1} or a longer text."
             raise UserError(
@@ -50,10 +86,18 @@ class TrainBatches:
         self.world_size = world_size
         self.steps_done = steps_done
         self.windows_per_epoch = max(1, (len(tokens) - context_length) // context_length)
+        batches = limits.apply("limit_train_batches", -(-self.windows_per_epoch // (batch_size * world_size)))
+        self.repeated = limits.apply("overfit_batches", batches) if limits.overfit_batches else None
+        accumulated = limits.accumulate_grad_batches
+        self._batches_per_epoch = -(-(self.repeated or batches) // accumulated) * accumulated
         self._epoch, self._starts = -1, np.empty(0)
 
     def batch(self, step: int) -> torch.Tensor:
-        """Batch of `step`, (B, T + 1) int64: with all ranks' it continues where those of `step - 1` ended."""
+        """Batch of `step`, (B, T + 1) int64: with all ranks' it continues where those of `step - 1` ended.
+
+        With overfit_batches the first `repeated` ones come again and again.
+        """
+        step = step % self.repeated if self.repeated else step
         window = (step * self.world_size + self.rank) * self.batch_size
         starts = np.empty(self.batch_size, dtype=np.int64)
         filled = 0
@@ -77,8 +121,8 @@ class TrainBatches:
         return self._starts
 
     def __len__(self) -> int:
-        """Batches an epoch; W / B rounded up, for one rank."""
-        return -(-self.windows_per_epoch // (self.batch_size * self.world_size))
+        """Batches an epoch, for one rank."""
+        return self._batches_per_epoch
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         step = self.steps_done()
@@ -93,7 +137,7 @@ class TrainBatches:
 
 
 class ValBatches:
-    """Windows of the split side by side: each target at most once, and all N - 1 of them without `limit_tokens`.
+    """Windows of the split side by side: each target at most once, and all N - 1 of them without a limit.
 
     Only the first id is no target; the last window is padded. With several ranks, rank r takes every
     world_size-th window from the r-th on, so some may get a batch more than others.
@@ -108,10 +152,11 @@ class ValBatches:
         rank: int = 0,
         world_size: int = 1,
         val_fraction: float | None = None,
+        limits: BatchLimits = NO_LIMITS,
     ):
-        """`limit_tokens` keeps about so many targets, in windows evenly spread over the split.
+        """`limit_tokens` and `limits` keep fewer targets, in windows evenly spread over the split.
 
-        `val_fraction` is only there to be named in the message. Raises UserError if N < 2.
+        `val_fraction` is only there to be named in the message. Raises UserError if N < 2, or if the limits leave none.
         """
         if len(tokens) < 2:
             raise UserError(
@@ -124,6 +169,9 @@ class ValBatches:
         self.num_targets = len(tokens) - 1
         num_windows = -(-self.num_targets // context_length)
         kept = min(num_windows, -(-(limit_tokens or self.num_targets) // context_length))
+        windows_per_batch = batch_size * world_size  # of all ranks
+        kept = min(kept, windows_per_batch * limits.apply("limit_val_batches", -(-kept // windows_per_batch)))
+        self.num_predicted = min(self.num_targets, kept * context_length)  # targets, all ranks
         self.windows = (np.arange(kept) * num_windows // kept)[rank::world_size]
 
     def __len__(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.batches import TrainBatches, ValBatches
+from data.batches import BatchLimits, TrainBatches, ValBatches
 from data.tokenizer import TokenizerConfig
 from system.errors import UserError
 from training.datamodule import DataConfig, TextData
@@ -75,6 +75,52 @@ def test_iterating_goes_on_from_the_steps_done_to_the_end_of_that_epoch():
     for done, expected in ((0, 11), (1, 10), (10, 1), (11, 11), (27, 6)):
         batches = list(loader)
         assert len(batches) == expected and torch.equal(batches[0], loader.batch(done))
+
+
+@pytest.mark.parametrize(
+    ("limits", "batches"),
+    [
+        ({}, 11),
+        ({"limit_train_batches": 5}, 5),
+        ({"limit_train_batches": 50}, 11),
+        ({"limit_train_batches": 0.5}, 5),
+        ({"accumulate_grad_batches": 4}, 12),  # whole steps
+        ({"accumulate_grad_batches": 4, "limit_train_batches": 5}, 8),
+        ({"overfit_batches": 3}, 3),
+        ({"overfit_batches": 3, "accumulate_grad_batches": 2}, 4),
+    ],
+)
+def test_an_epoch_has_so_many_batches(limits, batches):
+    done = 0
+    loader = TrainBatches(ids(1000), 10, 9, 0, steps_done=lambda: done, limits=BatchLimits(**limits))  # 99 windows
+    assert len(loader) == batches
+    for done in (0, 1, batches, 2 * batches + 3):  # 3 or less of the third
+        assert len(list(loader)) == batches - done % batches
+
+
+def test_overfitting_repeats_the_same_batches():
+    loader = TrainBatches(ids(1000), 10, 9, 0, limits=BatchLimits(overfit_batches=3))
+    batches, first = [loader.batch(step) for step in range(7)], TrainBatches(ids(1000), 10, 9, 0)
+    assert all(torch.equal(batch, first.batch(step % 3)) for step, batch in enumerate(batches))
+
+
+@pytest.mark.parametrize("limit, batches", [(1, 1), (3, 3), (0.5, 5), (99, 10)])
+def test_limit_of_validation_batches_keeps_windows_from_all_over_the_split(limit, batches):
+    ranks = [
+        ValBatches(ids(1001), 10, 5, None, rank, 2, limits=BatchLimits(limit_val_batches=limit)) for rank in (0, 1)
+    ]
+    assert all(len(loader) == batches for loader in ranks)
+    targets = torch.cat([targets.flatten() for loader in ranks for _, targets in loader])
+    assert len(targets) == ranks[0].num_predicted == min(1000, batches * 2 * 5 * 10)
+    assert targets.min() == 1 and targets.max() > 1000 - 1000 / batches
+
+
+@pytest.mark.parametrize("option", ["limit_train_batches", "overfit_batches", "limit_val_batches"])
+def test_share_that_leaves_no_batch_is_refused_with_what_works(option):
+    limits = BatchLimits(**{option: 0.1})
+    with pytest.raises(UserError, match=f"trainer.{option} is 0.1, which leaves none of 3 batches. Use at least 0.34"):
+        TrainBatches(ids(301), 10, 10, 0, limits=limits)
+        ValBatches(ids(301), 10, 10, limits=limits)
 
 
 def test_text_of_one_window_trains_in_batches_of_full_size():

@@ -159,7 +159,7 @@ def test_lightning_trains_in_it_and_validates_in_float32(precision, tmp_path, ca
     loader = DataLoader(torch.randn(2, 8), batch_size=2)
     options = resolve({"precision": precision, "max_steps": 2, "accelerator": "cpu"})
     trainer = build_trainer(
-        options, 1, 1, [], default_root_dir=tmp_path, logger=False, enable_checkpointing=False,
+        options, 1, [], default_root_dir=tmp_path, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     module = Watching()

@@ -406,6 +406,13 @@ def test_learning_rate_grows_stays_and_falls_to_zero():
     assert factors[600:] == sorted(set(factors[600:]), reverse=True)
 
 
+def test_warm_up_counts_the_step_it_is_for_and_cool_down_what_is_over_so_every_step_learns():
+    config = OptimizerConfig(warmup=0.2, cooldown=0.4)
+    factors = [lr_factor(step / 10, config, (step + 1) / 10) for step in range(10)]
+    assert factors == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
+    assert lr_factor(0.0, OptimizerConfig(), 1.0) == 1.0  # the only step of its run
+
+
 @pytest.mark.parametrize(
     ("warmup", "cooldown", "expected"),
     [

@@ -88,7 +88,9 @@ ACCUMULATING = ("trainer.max_steps=8", "trainer.accumulate_grad_batches=4", "tra
         ((*ACCUMULATING, *ADAMW), (5, 14)),  # in the middle of a step
         (ACCUMULATING, (11, 17)),  # in a step's last batch, a validation after it; in the middle, a validation after it
         (EPOCHS, (10, 16)),  # in the last batch of an epoch, and within one
-        ((*EPOCHS, "trainer.accumulate_grad_batches=4"), (9, 11, 32)),
+        ((*EPOCHS, "trainer.accumulate_grad_batches=4"), (9, 15, 35)),
+        (("trainer.max_epochs=4", "trainer.limit_train_batches=5", "validations=3"), (4, 7, 12)),
+        (("trainer.max_steps=12", "trainer.overfit_batches=3", "trainer.val_check_interval=0.7"), (1, 6)),
     ],
     ids=lambda value: " ".join(map(str, value)),
 )
@@ -142,6 +144,39 @@ def test_finished_run_says_what_to_raise(train_here):
     assert finished.summary["steps"] == 2  # still finished
 
 
+@pytest.mark.parametrize(
+    ("ended_by", "also", "expected"),
+    [
+        (
+            "max_steps=6",
+            "max_epochs=9",
+            ["max_steps=6 is reached", "6 steps", "max_steps=-1 so that trainer.max_"],
+        ),
+        (
+            "max_steps=6",
+            "max_time=5m",
+            ["max_steps=6 is reached", "larger trainer.max_steps", "max_time alone"],
+        ),
+        ("max_epochs=1", "max_steps=900", ["max_epochs=1 is reached", "1 epoch ", "trainer.max_epochs=-1"]),
+        ("max_time=0.1s", "max_steps=90000", ["max_time=0.1s is reached", "s of training", "trainer.max_time=auto"]),
+        ("max_epochs=2", "max_epochs=1", ["max_epochs=1 is reached", "2 epochs", "larger trainer.max_epochs."]),
+        ("max_time=0.2s", "max_time=0.1s", ["max_time=0.1s is reached", "larger trainer.max_time."]),
+    ],
+)
+def test_bound_that_was_reached_is_named_where_another_one_is_given(train_here, ended_by, also, expected):
+    finished = train_here(f"trainer.{ended_by}", "trainer.limit_train_batches=4", "validations=1")
+    before = {path: path.stat().st_mtime_ns for path in finished.path.rglob("*")}
+    error = train_here(f"resume={finished.dir}", f"trainer.{also}", settings=()).error
+    assert all(part in error for part in ["nothing is left to train", *expected]), error
+    assert {path: path.stat().st_mtime_ns for path in finished.path.rglob("*")} == before  # still finished
+
+
+def test_bound_that_was_reached_can_be_replaced_by_another_one(train_here):
+    finished = train_here("trainer.max_steps=6", "trainer.limit_train_batches=4")
+    resumed = train_here(f"resume={finished.dir}", "trainer.max_steps=-1", "trainer.max_epochs=2", settings=())
+    assert resumed.returncode == 0 and resumed.summary["steps"] == 8, resumed
+
+
 def test_time_already_used_counts_and_the_schedule_goes_on_from_its_share(train_here, stopped_after, events):
     settings = ("trainer.max_time=4s", "optimizer.warmup=0", "optimizer.cooldown=1", "trainer.log_every_n_steps=1")
     stopped = stopped_after(60, *settings)
@@ -185,6 +220,16 @@ def test_resume_true_goes_on_with_the_newest_unfinished_run(train_here, stopped_
     train_here("resume=true", settings=())
     error = train_here("resume=true", settings=()).error
     assert "finished or in use" in error and "python train.py" in error
+
+
+def test_resume_true_rather_takes_a_run_that_saved_something(train_here, stopped_after, tmp_path):
+    saved = stopped_after(3, "trainer.max_steps=6")
+    failed = tmp_path / "runs" / "failed before its first checkpoint"
+    failed.mkdir()
+    shutil.copy(saved.path / "config.yaml", failed)
+    for run_dir in (saved.path, failed):
+        resumed = train_here("resume=true", settings=())
+        assert resumed.returncode == 0 and (run_dir / "summary.json").is_file(), resumed
 
 
 def test_run_directory_that_was_moved_goes_on_and_keeps_its_best(

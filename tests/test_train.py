@@ -15,6 +15,7 @@ from checkpoint.checkpoint import find_checkpoint, load_checkpoint
 from model.config import GPTConfig
 from model.gpt import GPT
 from system.errors import UserError
+from training.callbacks import Progress
 from training.lightning_module import GPTLightning
 
 
@@ -141,6 +142,92 @@ def test_accumulated_batches_give_the_losses_of_one_large_batch(train_here, even
         )
         assert steps == other_steps
         assert values == pytest.approx(other_values, rel=1e-3), tag
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_accumulated_batches_are_one_large_batch_at_the_end_of_an_epoch_too(train_here, events, text_file, optimizer):
+    settings = ("tokenizer=byte", "tokenizer.vocab_size=null", "data.val_fraction=0.9", "trainer.max_epochs=3")
+    settings += ("trainer.log_every_n_steps=1", f"optimizer={optimizer}", "trainer.precision=32-true")
+    runs = [
+        train_here(*settings, f"data.batch_size={batch_size}", f"trainer.accumulate_grad_batches={accumulated}")
+        for batch_size, accumulated in ((12, 1), (4, 3), (2, 6))
+    ]
+    windows = (round(0.1 * text_file.stat().st_size) - 16) // 16
+    assert windows % 12 and windows % 4  # an epoch ends within a step
+    (steps, losses), *others = [zip(*curve(events, run, "train/loss"), strict=True) for run in runs]
+    assert steps == tuple(range(1, 3 * -(-windows // 12) + 1))
+    for run, (other_steps, other_losses) in zip(runs[1:], others, strict=True):
+        assert other_steps == steps and other_losses == pytest.approx(losses, rel=2e-3)
+        assert run.summary["tokens"] == runs[0].summary["tokens"]
+
+
+def test_first_step_learns(train_here, tiny_run):
+    finished = train_here("trainer.max_steps=1", "optimizer=adamw", "optimizer.lr=0.01", "data.batch_size=64")
+    assert finished.summary["val_nats_per_token"] < math.log(300) - 0.05
+
+
+def test_overfitting_to_one_batch_brings_its_loss_near_zero(train_here, events):
+    settings = ("trainer.max_steps=200", "validations=1", "model.dropout=0", "model.bigram_dropout=0")
+    finished = train_here("trainer.overfit_batches=1", *settings)
+    assert "each epoch trains on the same batch" in finished.stdout
+    assert curve(events, finished, "train/loss")[-1][1] < 0.1
+
+
+# Validations
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        (("validations=4", "trainer.max_epochs=4", "trainer.limit_train_batches=5"), [5, 10, 15, 20]),
+        (("validations=2", "trainer.max_epochs=4", "trainer.limit_train_batches=0.2"), [10, 20]),
+        (("trainer.max_epochs=2", "trainer.limit_train_batches=10", "trainer.val_check_interval=0.5"), [5, 10, 15, 20]),
+        (("validations=5", "trainer.max_steps=12"), [3, 5, 8, 10, 12]),
+        (("validations=5", "trainer.max_steps=3"), [1, 2, 3]),
+        (("validations=3", "trainer.max_steps=6", "trainer.accumulate_grad_batches=3"), [2, 4, 6]),
+        (("validations=2", "trainer.max_steps=1000", "trainer.max_epochs=2", "trainer.limit_train_batches=3"), [3, 6]),
+        (("validations=2", "trainer.max_steps=6", "trainer.max_time=1h"), [3, 6]),
+        (("trainer.val_check_interval=4", "trainer.max_steps=10"), [4, 8, 10]),
+        (("validations=3", "trainer.max_time=0.001s", "trainer.min_steps=12"), [4, 8, 12]),
+        (
+            ("trainer.max_time=0.001s", "trainer.min_epochs=2", "trainer.limit_train_batches=5", "validations=2"),
+            [5, 10],
+        ),
+    ],
+    ids=lambda value: " ".join(map(str, value)),
+)
+def test_validations_are_evenly_spread_and_the_last_is_at_the_end(train_here, events, settings, steps):
+    finished = train_here(*settings)
+    assert finished.returncode == 0, finished
+    assert [step for step, _ in curve(events, finished, "val/loss")] == steps
+    assert finished.summary["steps"] == steps[-1]
+
+
+def test_limited_validations_are_named_and_the_final_one_is_over_the_whole_split(train_here, events):
+    settings = ("trainer.max_steps=4", "validations=1")
+    whole, limited = train_here(*settings), train_here(*settings, "trainer.limit_val_batches=1")
+    line = "validations during training see 64 tokens of these (trainer.limit_val_batches); the last one sees all"
+    assert line in limited.stdout and "validations during training" not in whole.stdout
+    assert curve(events, limited, "val/loss") != curve(events, whole, "val/loss")
+    assert limited.summary["val_nats_per_token"] == whole.summary["val_nats_per_token"]
+
+
+def test_time_that_is_over_before_the_least_steps_stretches_the_learning_rates(train_here, events):
+    settings = ("trainer.max_time=0.001s", "trainer.min_steps=40", "trainer.log_every_n_steps=1", "optimizer=adamw")
+    finished = train_here(*settings)
+    rates = [value for _, value in curve(events, finished, "lr/adamw")]
+    assert len(rates) == 40 and all(rate == max(rates) for rate in rates[1:20])
+    assert learning_rate_is_cooled(events, finished) and rates[-1] > 0
+
+
+# What is shown on request
+
+
+def test_progress_is_shown_unless_it_is_switched_off(train_here, monkeypatch):
+    monkeypatch.setattr(Progress, "SECONDS_BETWEEN_LINES", 0.0)
+    assert "tokens/s" in train_here("trainer.max_steps=2").stdout
+    finished = train_here("trainer.max_steps=2", "trainer.enable_progress_bar=false")
+    assert finished.returncode == 0 and "tokens/s" not in finished.stdout and "step 2: validation" in finished.stdout
 
 
 # Ends
@@ -330,6 +417,16 @@ def test_every_family_trains_with_every_optimizer_and_tokenizer(train_here, mode
     checkpoint = load_checkpoint(finished.path / "checkpoints/best.ckpt")
     assert checkpoint.step == 3 and checkpoint.validation["bits_per_byte"] == finished.summary["val_bits_per_byte"]
     assert math.isfinite(checkpoint.validation["nats_per_token"])
+
+
+def test_run_that_fails_before_it_trains_leaves_no_directory(train_here, monkeypatch, tmp_path):
+    def failing(self):
+        raise RuntimeError("a fault of the code")
+
+    monkeypatch.setattr(GPTLightning, "configure_optimizers", failing)
+    with pytest.raises(RuntimeError, match="a fault of the code"):
+        train_here("trainer.max_steps=2")
+    assert not list(tmp_path.glob("runs/*"))
 
 
 def test_run_that_cannot_write_is_refused_by_name(refuse, text_file):

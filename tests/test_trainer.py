@@ -1,17 +1,22 @@
-"""Lightning's Trainer from our config: times, and what several devices can be bounded by."""
+"""Lightning's Trainer from our config: each of its options, times, and what several devices can be bounded by."""
 
+import inspect
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.profilers import SimpleProfiler
 
 from system.errors import UserError
 from training.lightning_module import GPTLightning
+from training.progress import RunTimer
 from training.trainer import (
+    OURS,
+    REJECTED,
+    TO_LIGHTNING,
     NoProfiler,
     build_trainer,
     parse_duration,
@@ -38,11 +43,15 @@ def test_what_is_no_time_is_refused_by_the_name_of_its_key_with_examples(text):
         parse_duration(text, "budget")
 
 
-def test_several_devices_are_not_bounded_by_time():
+def test_several_devices_have_no_clock_in_common():
+    two = SimpleNamespace(world_size=2, max_steps=10, max_epochs=-1)
     with pytest.raises(UserError, match="2 devices cannot be bounded by time.*budget.*max_time.*trainer.max_steps"):
-        refuse_time_on_several_devices(SimpleNamespace(world_size=2, max_steps=-1, max_epochs=-1))
-    refuse_time_on_several_devices(SimpleNamespace(world_size=2, max_steps=10, max_epochs=-1))
-    refuse_time_on_several_devices(SimpleNamespace(world_size=1, max_steps=-1, max_epochs=-1))
+        refuse_time_on_several_devices(SimpleNamespace(world_size=2, max_steps=-1, max_epochs=-1), {})
+    for name in ("max_time", "val_check_interval"):
+        with pytest.raises(UserError, match=f"trainer.{name} is a time.*trainer.devices=1"):
+            refuse_time_on_several_devices(two, {name: timedelta(seconds=5)})
+    refuse_time_on_several_devices(two, {"max_time": None, "val_check_interval": 5})
+    refuse_time_on_several_devices(SimpleNamespace(world_size=1, max_steps=-1, max_epochs=-1), {})
 
 
 class Counting(Callback):
@@ -62,7 +71,7 @@ def test_hooks_of_a_step_are_taken_away_where_they_are_empty_and_nowhere_else():
 @pytest.mark.parametrize(("wanted", "kind"), [(None, NoProfiler), ("simple", SimpleProfiler)])
 def test_a_profiler_that_is_asked_for_is_there(tmp_path, wanted, kind):
     options = resolve({"max_steps": 1, "accelerator": "cpu", "profiler": wanted})
-    trainer = build_trainer(options, 1, 1, [], default_root_dir=tmp_path, logger=False, enable_checkpointing=False)
+    trainer = build_trainer(options, 1, [], default_root_dir=tmp_path, logger=False, enable_checkpointing=False)
     assert type(trainer.profiler) is kind
 
 
@@ -72,3 +81,133 @@ def test_a_batch_moves_only_where_it_is_not_there_yet():
     assert module.transfer_batch_to_device(batch, torch.device("meta"), 0).device.type == "meta"
     moved = module.transfer_batch_to_device((batch, batch), torch.device("meta"), 0)
     assert [tensor.device.type for tensor in moved] == ["meta", "meta"]
+
+
+# Any option
+
+BY_STEPS = {
+    "accelerator": "cpu",
+    "strategy": "auto",
+    "devices": 1,
+    "num_nodes": 1,
+    "precision": "bf16-mixed",
+    "max_steps": 5,
+    "max_epochs": 3,
+    "accumulate_grad_batches": 2,
+    "limit_train_batches": 3,
+    "limit_val_batches": 0.5,
+    "val_check_interval": 0.5,
+    "log_every_n_steps": 1,
+    "gradient_clip_val": 0.5,
+    "gradient_clip_algorithm": "value",
+    "deterministic": True,
+    "benchmark": True,
+    "inference_mode": False,
+    "detect_anomaly": True,
+    "enable_progress_bar": False,
+    "profiler": "simple",
+}
+BY_TIME = {
+    "accelerator": "auto",
+    "devices": "auto",
+    "precision": "64-true",
+    "max_time": "0.001s",
+    "min_steps": 5,
+    "min_epochs": 3,
+    "overfit_batches": 2,
+    "gradient_clip_algorithm": "norm",
+    "gradient_clip_val": 1,
+    "deterministic": "warn",
+    "enable_progress_bar": True,
+    "profiler": "advanced",
+    "val_check_interval": "1h",
+    "log_every_n_steps": 2,
+}
+
+
+def test_every_option_of_lightnings_trainer_is_in_one_table():
+    tables = [*TO_LIGHTNING, *OURS, *REJECTED]
+    assert len(tables) == len(set(tables))
+    assert set(tables) == set(inspect.signature(Trainer.__init__).parameters) - {"self"}
+    assert set(BY_STEPS | BY_TIME) == {*TO_LIGHTNING, *OURS}  # and every one that can be set is tried below
+
+
+@pytest.mark.parametrize("options", [BY_STEPS, BY_TIME], ids=["steps", "time"])
+def test_every_option_that_can_be_set_works(train_here, events, monkeypatch, options):
+    trainers, losses = [], []
+    training_step = GPTLightning.training_step
+
+    def watched(self, batch, batch_idx):
+        trainers.append(self.trainer)
+        losses.append(batch.tolist())
+        return training_step(self, batch, batch_idx)
+
+    monkeypatch.setattr(GPTLightning, "training_step", watched)
+    try:
+        finished = train_here(*(f"trainer.{name}={value}" for name, value in options.items()), "data.val_tokens=null")
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.benchmark = False
+    assert finished.returncode == 0 and "Profiler Report" in (finished.path / "train.log").read_text(), finished
+    trainer, log = trainers[0], events(finished.path)
+    validated = [event.step for event in log.Scalars("val/loss")]
+    logged = [event.step for event in log.Scalars("train/loss")]
+    same = ("precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "log_every_n_steps")
+    assert all(getattr(trainer, name) == options[name] for name in same if name in options)
+    assert trainer.num_devices == trainer.num_nodes == 1
+    if options is BY_STEPS:
+        assert (trainer.max_steps, trainer.max_epochs) == (5, 3) and not trainer.validate_loop.inference_mode
+        assert trainer._detect_anomaly and "(trainer.limit_val_batches)" in finished.stdout
+        assert len(losses) == 10 and logged == [1, 2, 3, 4, 5]  # 3 batches an epoch are 2 steps of 2
+        assert validated == [1, 2, 3, 4, 5]
+    else:
+        assert "same 2 batches" in finished.stdout
+        assert losses == losses[:2] * 3  # 3 epochs, in which 5 steps are done
+        assert validated == [6] and logged == [2, 4, 6]
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_option_that_cannot_be_set_is_rejected_with_what_to_do_instead(name):
+    with pytest.raises(UserError, match=f"^trainer.{name} cannot be set. .*[.]$"):
+        resolve({"max_steps": 1, name: 1})
+
+
+@pytest.mark.parametrize("name", [*TO_LIGHTNING, *OURS, *REJECTED])
+def test_null_is_as_if_an_option_was_not_given(name):
+    bound = {"max_epochs": 1} if name == "max_steps" else {"max_steps": 1}
+    assert resolve(bound | {name: None}) == resolve(bound)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("limit_train_batches", True, "number of batches"),
+        ("limit_val_batches", 0, "best checkpoint"),
+        ("overfit_batches", 1.5, "share up to 1.0"),
+        ("overfit_batches", "all", "number of batches"),
+        ("val_check_interval", False, "number of batches"),
+        ("val_check_interval", "soon", "5m"),
+        ("accumulate_grad_batches", -1, "at least 1"),
+        ("log_every_n_steps", -1, "at least 1"),
+        ("min_steps", 0, "at least 1"),
+        ("min_steps", 6, "max_steps=5"),
+        ("enable_progress_bar", "no", "true or false"),
+        ("inference_mode", 1, "true or false"),
+        ("gradient_clip_val", "big", "1.0"),
+        ("gradient_clip_algorithm", "norm", "gradient_clip_val"),
+        ("profiler", "pytorch", "simple or advanced"),
+        ("profiler", True, "simple or advanced"),
+    ],
+)
+def test_value_that_an_option_does_not_take_is_rejected_before_training(option, value, expected):
+    with pytest.raises(UserError, match=f"trainer.{option} .*{expected}"):
+        resolve({"max_steps": 5, option: value})
+
+
+def test_run_that_is_bounded_by_time_goes_on_until_its_minimums_are_reached():
+    timer = RunTimer(timedelta(seconds=10), min_steps=400, min_epochs=2)
+    assert timer.share_over(steps=100, epochs=1.5, seconds=1.0) == 0.1
+    assert timer.share_over(steps=100, epochs=1.5, seconds=9.0) == 0.25
+    assert timer.share_over(steps=800, epochs=1.5, seconds=20.0) == 0.75
+    assert timer.share_over(steps=800, epochs=3.0, seconds=20.0) == 1.5
+    assert RunTimer(None).share_over(1, 1, 1) is None

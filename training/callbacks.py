@@ -25,7 +25,7 @@ from model.config import SamplingConfig
 from model.gpt import GPT
 from sampling.sampler import generate
 from system.memory import memory_mb, peak_memory_mb, reset_peak_memory
-from training.lightning_module import run_progress
+from training.progress import run_progress
 
 say = logging.getLogger(__name__).info
 
@@ -201,14 +201,19 @@ def _now(trainer: Trainer) -> float:
 
 
 class Progress(ProgressBar):
-    """A bar where the output is a terminal, a line from time to time where it is not."""
+    """A bar where the output is a terminal, a line from time to time where it is not; and a line a validation.
+
+    Args:
+        enabled: False for no bar and no lines but the validations'.
+    """
 
     SECONDS_BETWEEN_LINES = 10.0
     SECONDS_BETWEEN_REFRESHES = 0.2
 
-    def __init__(self, metrics: Metrics):
+    def __init__(self, metrics: Metrics, enabled: bool = True):
         super().__init__()
         self._metrics = metrics
+        self._enabled = enabled
         self._bar: tqdm | None = None
         self._shown = self._started = self._done_before = 0.0
         self._tokens_before = 0
@@ -217,14 +222,14 @@ class Progress(ProgressBar):
         """Shows an empty bar."""
         self._started = self._shown = time.perf_counter()
         self._done_before, self._tokens_before = run_progress(trainer), self._metrics.tokens  # of a resumed run
-        if trainer.is_global_zero and sys.stderr.isatty():
+        if self._enabled and trainer.is_global_zero and sys.stderr.isatty():
             self._bar = tqdm(total=1.0, bar_format="{percentage:3.0f}%|{bar}| {desc}", leave=False, dynamic_ncols=True)
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args) -> None:
         """Shows where the run is, if it is time."""
         now = time.perf_counter()
         pace = self.SECONDS_BETWEEN_REFRESHES if self._bar is not None else self.SECONDS_BETWEEN_LINES
-        if now - self._shown < pace or not trainer.is_global_zero:
+        if now - self._shown < pace or not (self._enabled and trainer.is_global_zero):
             return
         self._shown, done = now, run_progress(trainer)
         newly_done = done - self._done_before
@@ -261,6 +266,15 @@ class Progress(ProgressBar):
     def print(self, *args, **kwargs) -> None:
         """Lightning's own lines, above the bar."""
         say(" ".join(map(str, args)))
+
+
+class ProfilerReport(Callback):
+    """Says what `trainer.profiler` has measured. Lightning would, to a logger of its own, which is silent here."""
+
+    def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
+        """All of it; nothing without a profiler."""
+        if trainer.is_global_zero and (report := trainer.profiler.summary()):
+            say(report)
 
 
 def _minutes(seconds: float) -> str:

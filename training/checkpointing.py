@@ -15,13 +15,13 @@ from typing import Any
 
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, Timer
+from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
 from checkpoint.io import read_checkpoint, write_checkpoint
 from system.errors import UserError
 from training.callbacks import Metrics
-from training.lightning_module import run_progress
+from training.progress import run_progress, run_timer
 
 say = logging.getLogger(__name__).info
 
@@ -113,8 +113,7 @@ class KeepLast(Checkpoint):
 
     def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Adds the run's own entry, and takes back that a batch had begun: Lightning would count it as trained on."""
-        timer = next(callback for callback in trainer.callbacks if isinstance(callback, Timer))
-        used = {"seconds": time.monotonic() - self._began, "train_seconds": timer.time_elapsed()}
+        used = {"seconds": time.monotonic() - self._began, "train_seconds": run_timer(trainer).time_elapsed()}
         checkpoint["run"] = self._run | used
         batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for count in (batches["total"], batches["current"]):

@@ -8,7 +8,7 @@ import numpy as np
 import tiktoken
 import torch
 
-from data.batches import TrainBatches, ValBatches
+from data.batches import NO_LIMITS, BatchLimits, TrainBatches, ValBatches
 from data.config import DataConfig, TokenizerConfig, check_at_least
 from data.corpus import Corpus, find_files
 from data.tokenizer import build_tokenizer
@@ -30,6 +30,7 @@ class TextData(lightning.LightningDataModule):
         context_length: int,
         seed: int,
         given_tokenizer: tiktoken.Encoding | None = None,
+        limits: BatchLimits = NO_LIMITS,
     ):
         """`given_tokenizer` takes the place of the one that the config describes: that of old weights."""
         super().__init__()
@@ -40,6 +41,7 @@ class TextData(lightning.LightningDataModule):
         self.context_length = context_length
         self.seed = seed
         self.given_tokenizer = given_tokenizer
+        self.limits = limits
         self.tokenizer = None
 
     def prepare(self) -> None:
@@ -79,34 +81,46 @@ class TextData(lightning.LightningDataModule):
             f"{self.corpus.describe_files()}, {self.corpus.num_bytes:,} bytes; {self.tokenizer.name} tokenizer, "
             f"vocabulary {self.vocab_size:,}, {self.bytes_per_token:.2f} bytes a token; "
             f"{len(self.train_tokens):,} tokens to train on, {len(self.val_tokens):,} to validate ({origin})"
-            + self._describe_limit()
+            + self._describe_limits()
         )
 
-    def _describe_limit(self) -> str:
-        limit = self.config.val_tokens
-        if limit is None or limit >= len(self.val_tokens) - 1:
-            return ""
-        return f"\nvalidations during training see {limit:,} tokens of these (data.val_tokens); the last one sees all"
+    def _describe_limits(self) -> str:
+        lines, repeated = "", self.train_dataloader().repeated
+        if repeated:
+            batches = "batch" if repeated == 1 else f"{repeated} batches"
+            lines += f"\neach epoch trains on the same {batches} (trainer.overfit_batches)"
+        seen, of_split = self.val_dataloader().num_predicted, self.whole_validation().num_predicted
+        if seen < of_split:
+            by_tokens = self._val_batches(self.config.val_tokens, NO_LIMITS).num_predicted
+            key = "data.val_tokens" if seen == by_tokens else "trainer.limit_val_batches"
+            lines += f"\nvalidations during training see {seen:,} tokens of these ({key}); the last one sees all"
+        return lines
 
     def train_dataloader(self) -> TrainBatches:
         """Training batches from where the trainer is."""
         return TrainBatches(
-            self.train_tokens, self.context_length, self.config.batch_size, self.seed, *self._rank(), self._steps_done
+            self.train_tokens,
+            self.context_length,
+            self.config.batch_size,
+            self.seed,
+            *self._rank(),
+            self._steps_done,
+            self.limits,
         )
 
     def val_dataloader(self) -> ValBatches:
-        """What validations during training see: `val_tokens` of the split."""
-        return self._val_batches(self.config.val_tokens)
+        """What validations during training see of the split: `val_tokens`, or less by `limit_val_batches`."""
+        return self._val_batches(self.config.val_tokens, self.limits)
 
     def whole_validation(self) -> ValBatches:
         """The whole validation split, each token once."""
-        return self._val_batches(None)
+        return self._val_batches(None, NO_LIMITS)
 
     def val_passage(self, num_tokens: int) -> torch.Tensor:
         """First ids of the validation split, (n,) int64, n <= num_tokens: the same ones in every picture."""
         return torch.from_numpy(self.val_tokens[:num_tokens].astype(np.int64))
 
-    def _val_batches(self, limit_tokens: int | None) -> ValBatches:
+    def _val_batches(self, limit_tokens: int | None, limits: BatchLimits) -> ValBatches:
         config = self.config
         return ValBatches(
             self.val_tokens,
@@ -115,6 +129,7 @@ class TextData(lightning.LightningDataModule):
             limit_tokens,
             *self._rank(),
             val_fraction=config.val_fraction,
+            limits=limits,
         )
 
     def _rank(self) -> tuple[int, int]:

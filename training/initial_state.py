@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import tiktoken
+from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 
 from checkpoint.checkpoint import (
@@ -19,7 +20,9 @@ from checkpoint.io import read_checkpoint
 from data.tokenizer import from_plain
 from model.gpt import GPT
 from system.errors import UserError
+from system.text import counted
 from training.datamodule import TextData
+from training.progress import shares_over
 from training.resume import Resumed
 from training.run_dir import given_keys
 
@@ -59,14 +62,36 @@ class OldWeights:
                 f"{self.run['text'][:12]}…. Give that text, or start anew with it: init_from={self.path}"
             )
 
-    def refuse_less(self, config: DictConfig) -> None:
-        """Raises UserError for a bound of the run that it has passed already."""
-        for bound, done in (("max_steps", self.step), ("max_epochs", self.content["epoch"])):
-            wanted = config.trainer.get(bound)
-            if self.goes_on and wanted not in (None, -1) and wanted < done:
-                raise UserError(
-                    f"trainer.{bound} is {wanted}, but the run has done {done} already. Give at least that."
-                )
+    def refuse_reached(self, trainer: Trainer, config: DictConfig, batches_per_epoch: int, finished: bool) -> None:
+        """Raises UserError where a bound ends the run before there is anything left to train.
+
+        A run that was stopped just at its end, and is not finished, has its last validation left to do.
+        """
+        if not self.goes_on:
+            return
+        batches = self.content["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["processed"]
+        epochs, seconds = batches / batches_per_epoch, self.run["train_seconds"]
+        shares = shares_over(trainer, self.step, epochs, seconds)
+        passed = [name for name, share in shares.items() if share > 1 and name != "max_time"]
+        reached = [name for name, share in shares.items() if share >= 1] if finished else passed
+        if not reached:
+            return
+        by_budget = config.trainer.get("max_time") in (None, "auto")
+        key = {name: "budget" if name == "max_time" and by_budget else f"trainer.{name}" for name in shares}
+        done = {
+            "max_steps": counted(self.step, "step"),
+            "max_epochs": f"{epochs:.4g} epoch{'' if epochs == 1 else 's'}",
+            "max_time": f"{seconds:.2f} s of training",
+        }
+        left = [key[name] for name in shares if name not in reached]
+        fix = f"Give a larger {' and '.join(key[name] for name in reached)}"
+        if left:
+            unset = " ".join(f"{key[name]}={'auto' if name == 'max_time' else -1}" for name in reached)
+            fix += f", or {unset} so that {' and '.join(left)} alone ends it"
+        raise UserError(
+            f"{' and '.join(f'{key[name]}={OmegaConf.select(config, key[name])}' for name in reached)} is reached: the "
+            f"run has done {' and '.join(done[name] for name in reached)} already, so nothing is left to train. {fix}."
+        )
 
 
 def old_weights(config: DictConfig, resumed: Resumed | None) -> OldWeights | None:

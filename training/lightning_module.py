@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 import tiktoken
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Timer
 from torch import Tensor
 
 from checkpoint.checkpoint import gpt_entry
@@ -19,6 +18,7 @@ from model.config import OptimizerConfig
 from model.gpt import GPT
 from system.errors import UserError
 from training.optim import build_optimizer, lr_factor
+from training.progress import run_progress
 
 
 class GPTLightning(pl.LightningModule):
@@ -51,11 +51,13 @@ class GPTLightning(pl.LightningModule):
         return batch if there else super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
-        """Learning rates follow the share of the run that is over.
+        """Learning rates follow the share of the run that is over, step by step."""
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:
+            self._set_learning_rates()
 
-        Set here, not by a scheduler: that asks for each group anew, in further hooks of Lightning's, at every step.
-        """
-        factor = lr_factor(self._progress, self.optimizer_config)
+    def _set_learning_rates(self) -> None:
+        """Not by a scheduler: that asks for each group anew, in further hooks of Lightning's, at every step."""
+        factor = lr_factor(self._progress, self.optimizer_config, run_progress(self.trainer, steps_ahead=1))
         for group, peak in zip(self.trainer.optimizers[0].param_groups, self.peak_lrs, strict=True):
             group["lr"] = peak * factor
 
@@ -153,6 +155,7 @@ class GPTLightning(pl.LightningModule):
         for group, settings in zip(self.optimizers().param_groups, self._settings, strict=True):
             group.update(settings)
         self._follow_progress()
+        self._set_learning_rates()
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer, optimizer_closure=None) -> None:
         """The step, and then the gradients go: Lightning would hold their memory until the next backward pass."""
@@ -197,18 +200,3 @@ def refuse_non_finite_weights(module: GPTLightning) -> None:
         exact = [name for name in spoilt if not name.endswith("embedding.weight")]
         step = f"{module.global_step - 1}" + ("" if exact else " or before")
         raise diverged(f"gradient of {(exact or spoilt)[0]}", "no finite number", step)
-
-
-def run_progress(trainer: pl.Trainer) -> float:
-    """Share of the run that is over, 0 to 1: of its steps, epochs or time, whichever is further."""
-    shares = [0.0]
-    if trainer.max_steps and trainer.max_steps > 0:
-        shares.append(trainer.global_step / trainer.max_steps)
-    if trainer.max_epochs and trainer.max_epochs > 0 and math.isfinite(trainer.num_training_batches):
-        batches = trainer.fit_loop.epoch_loop.batch_progress.total.processed
-        shares.append(batches / (trainer.max_epochs * trainer.num_training_batches))
-    for timer in trainer.callbacks:
-        if isinstance(timer, Timer) and (left := timer.time_remaining()) is not None:
-            elapsed = timer.time_elapsed()
-            shares.append(elapsed / (elapsed + left))
-    return min(1.0, max(shares))

@@ -10,13 +10,15 @@ from model.config import OptimizerConfig
 from model.kernels.onednn import prefer_onednn
 
 
-def lr_factor(progress: float, config: OptimizerConfig) -> float:
+def lr_factor(progress: float, config: OptimizerConfig, progress_after: float | None = None) -> float:
     """The learning rate as a share of its peak: up over `warmup`, level, down to 0 over `cooldown`.
 
     Args:
-        progress: share of the run that is over, 0 to 1.
+        progress: share of the run that is over before the step, 0 to 1.
+        progress_after: that after the step. Warm-up counts the step that it is for: so the first one learns, as the
+            last one does.
     """
-    up = progress / config.warmup if config.warmup else 1.0
+    up = (progress if progress_after is None else progress_after) / config.warmup if config.warmup else 1.0
     down = (1 - progress) / config.cooldown if config.cooldown else 1.0
     return max(0.0, min(1.0, up, down))
 

@@ -67,8 +67,13 @@ def _place(choice: str, runs_dir: Path) -> tuple[Path, Path | None]:
         return path.parents[1], path
     if not (path / "config.yaml").is_file():
         raise UserError(f"resume={choice}: {path} is no run directory: it has no config.yaml. Give one below runs_dir.")
-    found = [path / "checkpoints" / name for name in ("last.ckpt", "previous.ckpt")]
-    return path, next((checkpoint for checkpoint in found if checkpoint.is_file()), None)
+    return path, _checkpoint_in(path)
+
+
+def _checkpoint_in(run_dir: Path) -> Path | None:
+    """What a run can be resumed from. None: it was stopped before the first one."""
+    found = [run_dir / "checkpoints" / name for name in ("last.ckpt", "previous.ckpt")]
+    return next((checkpoint for checkpoint in found if checkpoint.is_file()), None)
 
 
 def _newest_unfinished(runs_dir: Path) -> Path:
@@ -82,7 +87,8 @@ def _newest_unfinished(runs_dir: Path) -> Path:
             f"resume=true: all runs below {str(runs_dir)!r} are finished or in use. Begin one with: python train.py, "
             "or make a finished one longer: resume=RUN_DIR with a larger trainer.max_steps or budget."
         )
-    return max(found, key=lambda path: (path / "config.yaml").stat().st_mtime_ns)
+    # Rather one that has saved something: what failed before its first checkpoint would fail again.
+    return max(found, key=lambda path: (bool(_checkpoint_in(path)), (path / "config.yaml").stat().st_mtime_ns))
 
 
 def _saved_config(run_dir: Path) -> DictConfig:

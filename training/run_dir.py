@@ -112,14 +112,14 @@ def given_keys() -> set[str]:
 
 @contextmanager
 def removed_if_refused(run_dir: Path, unless: Callable[[], Any]) -> Iterator[None]:
-    """Takes the directory away again where the user's choices cannot work: nothing half-made stays.
+    """Takes the directory away again where the run failed before it began: nothing half-made stays to be resumed.
 
     Args:
         unless: whether there is something in it to keep.
     """
     try:
         yield
-    except UserError:
+    except Exception:
         if unless():
             raise
         log_to(None)

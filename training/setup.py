@@ -18,13 +18,13 @@ from model.gpt import GPT
 from model.kernels.bfloat16 import BFLOAT16_PRODUCTS
 from system.errors import UserError
 from training.budget import measured_speed, time_allowed, time_to_train, with_recipe
-from training.callbacks import Metrics, Progress, RunLogger, Snapshots
+from training.callbacks import Metrics, ProfilerReport, Progress, RunLogger, Snapshots
 from training.checkpointing import CheckpointFiles, KeepBest, KeepLast, StopOnSignal
 from training.compile import compile_if_wanted
 from training.datamodule import TextData
 from training.initial_state import OldWeights, with_network_of
 from training.lightning_module import GPTLightning
-from training.trainer import build_trainer, expected_device, refuse_time_on_several_devices, resolve
+from training.trainer import batch_limits, build_trainer, expected_device, refuse_time_on_several_devices, resolve
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,6 @@ def prepare(config: DictConfig, old: OldWeights | None, began: float) -> Run:
     if budget and not before.get("budget"):
         speed = measured_speed(expected_device(options), options["precision"])
     if old:
-        old.refuse_less(config)
         config = config if old.goes_on else with_network_of(old, config)
     elif budget:
         config, picked = with_recipe(config, budget, time.monotonic() - began, speed)
@@ -78,7 +77,8 @@ def prepare(config: DictConfig, old: OldWeights | None, began: float) -> Run:
 
     tokenizer = old.tokenizer() if old else None
     data_config, tokenizer_config = build(DataConfig, config.data), build(TokenizerConfig, config.tokenizer)
-    data = TextData(data_config, tokenizer_config, config.model.context_length, config.seed, tokenizer)
+    limits = batch_limits(options)
+    data = TextData(data_config, tokenizer_config, config.model.context_length, config.seed, tokenizer, limits)
     data.prepare()
     network = GPT(build(GPTConfig, config.model, vocab_size=data.vocab_size))
     if old:
@@ -103,14 +103,18 @@ def build_parts(run: Run, run_dir: Path, stop_on_signal: StopOnSignal) -> Traine
     checkpoints = run_dir / "checkpoints"
     callbacks = [
         run.metrics,
-        Progress(run.metrics),
+        Progress(run.metrics, enabled=run.options.get("enable_progress_bar", True)),
+        ProfilerReport(),
         Snapshots(run.data.val_passage(Snapshots.PASSAGE_TOKENS).tolist()),
         stop_on_signal,
         KeepBest(checkpoints / "best.ckpt"),
         KeepLast(checkpoints / "last.ckpt", run.metrics, run.facts, run.began),
     ]
     trainer = trainer_in(run_dir, run.options, run.config.validations, run.data, callbacks)
-    refuse_time_on_several_devices(trainer)
+    refuse_time_on_several_devices(trainer, run.options)
+    if run.old:
+        finished = (run_dir / "summary.json").exists()
+        run.old.refuse_reached(trainer, run.config, len(run.data.train_dataloader()), finished)
     precision = trainer.precision_plugin.forward_context()
     compile_if_wanted(run.network, run.config.compile, trainer.strategy.root_device, precision)
     return trainer
@@ -120,10 +124,9 @@ def trainer_in(
     run_dir: Path, options: dict[str, Any], validations: int, data: TextData, callbacks: list[Callback]
 ) -> Trainer:
     """The Trainer of a run, or of a benchmark that looks at a part of one; its events go into `run_dir`."""
-    return build_trainer(
+    data.trainer = build_trainer(
         options,
         validations,
-        len(data.train_dataloader()),
         default_root_dir=run_dir,
         logger=RunLogger(run_dir),
         plugins=[CheckpointFiles()],
@@ -131,6 +134,8 @@ def trainer_in(
         num_sanity_val_steps=0,
         enable_model_summary=False,
     )
+    data.train_dataloader(), data.val_dataloader()  # again, for the errors of limits on as many devices
+    return data.trainer
 
 
 def time_with_other_budget(before: dict[str, Any], budget: timedelta) -> float:

@@ -5,39 +5,58 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields
 from datetime import timedelta
 from difflib import get_close_matches
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from data.batches import BatchLimits
 from model.kernels.bfloat16 import BFLOAT16_PRODUCTS, bfloat16_products, has_bfloat16_units
 from system.errors import UserError
+from training.progress import NEVER, RunTimer, ValidationSchedule
 
-_REFUSED = {
+# Every option of Lightning's Trainer is in one of these three tables, says tests/test_trainer.py.
+# Those that go on to Lightning; what it would answer late, or in words of its own, `resolve` checks:
+TO_LIGHTNING = ("accelerator", "strategy", "devices", "num_nodes", "precision", "max_steps", "max_epochs")
+TO_LIGHTNING += ("log_every_n_steps", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+TO_LIGHTNING += ("deterministic", "benchmark", "inference_mode", "detect_anomaly", "profiler")
+# Those that Lightning never sees: they do what it says of them, by our code (training/progress.py, data/batches.py).
+OURS = ("max_time", "min_steps", "min_epochs", "val_check_interval", "limit_train_batches", "limit_val_batches")
+OURS += ("overfit_batches", "enable_progress_bar")
+_NO_LOOP = "A run trains and validates; it has no such loop. Use trainer.limit_val_batches."
+# Those that cannot be set, and what to do instead:
+REJECTED = {
     "check_val_every_n_epoch": "Use validations=5, or trainer.val_check_interval=100 for every 100 batches.",
     "fast_dev_run": "Use trainer.max_steps=1 for a short run.",
     "logger": "A run always writes TensorBoard events.",
     "callbacks": "training/setup.py lists them.",
+    "plugins": "They are objects of Python; training/setup.py lists them.",
     "default_root_dir": "Use runs_dir=DIRECTORY.",
     "enable_checkpointing": "The best checkpoint is what a run is for.",
     "num_sanity_val_steps": "The first validation comes early enough: validations=5.",
     "enable_model_summary": "train.py says what is trained.",
     "barebones": "Use python -m benchmarks.training_speed to measure.",
+    "limit_test_batches": _NO_LOOP,
+    "limit_predict_batches": _NO_LOOP,
+    "reload_dataloaders_every_n_epochs": "Batches follow from the seed and the step: there is nothing to load anew.",
+    "use_distributed_sampler": "Each device always gets batches of its own.",
+    "sync_batchnorm": "The networks have no batch normalization.",
+    "enable_autolog_hparams": "TensorBoard's HParams always has the run.",
+    "model_registry": "Checkpoints are in the run directory.",
 }
+_SWITCHES = ("enable_progress_bar", "inference_mode", "detect_anomaly", "benchmark")
 _STEP_HOOKS = ("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward")
 _STEP_HOOKS += ("on_before_optimizer_step", "on_train_batch_end")
 _COUNTS = ("max_steps", "max_epochs", "min_steps", "min_epochs", "accumulate_grad_batches", "log_every_n_steps")
 
 
-def build_trainer(
-    options: dict[str, Any], validations: int, batches_per_epoch: int, callbacks: list[Callback], **ours: Any
-) -> Trainer:
+def build_trainer(options: Mapping[str, Any], validations: int, callbacks: list[Callback], **ours: Any) -> Trainer:
     """A Trainer with the user's options; `ours` are logger and the like.
 
     Args:
@@ -45,28 +64,21 @@ def build_trainer(
         validations: passes over the validation split, evenly spread; the last one is at the end of the run.
 
     Raises:
-        UserError: an option Lightning does not have, or a value it does not take.
+        UserError: a value that Lightning does not take.
     """
-    if "val_check_interval" not in options:
-        options["val_check_interval"] = every(options, validations, batches_per_epoch)
-    elif isinstance(options["val_check_interval"], float):  # a share of an epoch
-        options["val_check_interval"] = max(1, round(options["val_check_interval"] * batches_per_epoch))
-    share = options.get("limit_train_batches")
-    if isinstance(share, float) and share * batches_per_epoch < 1:
-        raise UserError(
-            f"trainer.limit_train_batches is {share}, which of {batches_per_epoch:,} batches an epoch leaves none. "
-            f"Use at least {1 / batches_per_epoch:.2g}."
-        )
-    options["check_val_every_n_epoch"] = None  # count batches of the run, so that an interval may exceed an epoch
-    if options.get("precision") == BFLOAT16_PRODUCTS:
-        del options["precision"]
+    if validations < 1:
+        raise UserError(f"validations is {validations}, but must be at least 1: the best checkpoint is chosen by it.")
+    passed = {name: value for name, value in options.items() if name not in OURS}
+    if passed.get("precision") == BFLOAT16_PRODUCTS:
+        del passed["precision"]
         ours["plugins"] = [*ours.get("plugins", []), BFloat16Products()]
-    if options.get("profiler") is None:
-        options["profiler"] = NoProfiler()
-    # Always there, so that a run bounded by steps knows its time too, should it be extended by time.
-    timer = Timer(options.pop("max_time", None), verbose=False)
+    passed.setdefault("profiler", NoProfiler())
+    timer = RunTimer(options.get("max_time"), options.get("min_steps"), options.get("min_epochs"))
+    schedule = ValidationSchedule(validations, options.get("val_check_interval"))
+    # Our schedule says when to validate, counting batches of the run: an interval may exceed an epoch.
+    ours |= {"val_check_interval": NEVER, "check_val_every_n_epoch": None}
     try:
-        trainer = Trainer(callbacks=[*callbacks, timer], **ours, **options)
+        trainer = Trainer(callbacks=[*callbacks, schedule, timer], **ours, **passed)
     except (MisconfigurationException, TypeError, ValueError, RuntimeError, ImportError) as error:
         reason = " ".join(str(error).split())
         also = f", and here auto and {BFLOAT16_PRODUCTS}" if reason.startswith("Precision ") else ""
@@ -109,13 +121,26 @@ class BFloat16Products(Precision):
             yield
 
 
-def refuse_time_on_several_devices(trainer: Trainer) -> None:
+def refuse_time_on_several_devices(trainer: Trainer, options: Mapping[str, Any]) -> None:
     """Raises UserError: each process has a clock of its own, so that they would disagree about rates and the end."""
-    if trainer.world_size > 1 and trainer.max_steps == -1 and trainer.max_epochs == -1:
+    if trainer.world_size == 1:
+        return
+    if trainer.max_steps == -1 and trainer.max_epochs == -1:
         raise UserError(
             f"{trainer.world_size} devices cannot be bounded by time, be it budget or trainer.max_time. Give "
             "trainer.max_steps or trainer.max_epochs in its place, or train on one: trainer.devices=1."
         )
+    for name in ("max_time", "val_check_interval"):
+        if isinstance(options.get(name), timedelta):
+            raise UserError(
+                f"trainer.{name} is a time, but each of {trainer.world_size} devices has a clock of its own. "
+                "Give steps, epochs or batches in its place, or train on one: trainer.devices=1."
+            )
+
+
+def batch_limits(options: Mapping[str, Any]) -> BatchLimits:
+    """What the options say about batches."""
+    return BatchLimits(**{field.name: options[field.name] for field in fields(BatchLimits) if field.name in options})
 
 
 def resolve(options: dict[str, Any]) -> dict[str, Any]:
@@ -129,31 +154,17 @@ def resolve(options: dict[str, Any]) -> dict[str, Any]:
             near = get_close_matches(name, known, n=3)
             mend = f"Did you mean {' or '.join(f'trainer.{n}' for n in near)}?" if near else "See Lightning's Trainer."
             raise UserError(f"trainer.{name} is no option of Lightning's Trainer. {mend}")
-    for name, mend in _REFUSED.items():
+    options = {name: value for name, value in options.items() if value is not None}  # null: as if not given
+    if options.get("overfit_batches") == 0:
+        del options["overfit_batches"]  # Lightning's own way to say off
+    for name, mend in REJECTED.items():
         if name in options:
             raise UserError(f"trainer.{name} cannot be set. {mend}")
-    if options.get("limit_val_batches") == 0:
-        raise UserError("trainer.limit_val_batches is 0, but the best checkpoint is chosen by validation.")
-    for name in _COUNTS:
-        value = options.get(name)
-        if value not in (None, -1) and (type(value) is not int or value < 1):
-            raise UserError(f"trainer.{name} is {value!r}, but must be a whole number of at least 1.")
-    clip = options.get("gradient_clip_val")
-    if isinstance(clip, int | float) and not 0 <= clip < math.inf:
-        raise UserError(f"trainer.gradient_clip_val is {clip}, but must be above 0, for example 1.0; null is off.")
-    for name in ("limit_train_batches", "limit_val_batches", "val_check_interval"):
-        value = options.get(name)
-        if isinstance(value, int | float) and not (0 < value <= 1 or (type(value) is int and value > 1)):
-            raise UserError(
-                f"trainer.{name} is {value}, but must be a number of batches, at least 1, or a share up to 1.0."
-            )
-    options = {
-        "max_epochs": -1,
-        **options,
-        "precision": options.get("precision") or "32-true",
-        "max_steps": -1 if options.get("max_steps") is None else options["max_steps"],
-    }
-    bounded = _given(options, "max_steps") or _given(options, "max_epochs")
+    _check_values(options)
+    if "val_check_interval" in options and not isinstance(options["val_check_interval"], int | float):
+        options["val_check_interval"] = parse_duration(options["val_check_interval"], "trainer.val_check_interval")
+    options = {"max_epochs": -1, "max_steps": -1, "precision": "32-true", **options}
+    bounded = options["max_steps"] != -1 or options["max_epochs"] != -1
     if options.get("max_time") == "auto":
         options["max_time"] = None  # budget decides
     elif options.get("max_time") is not None:
@@ -168,6 +179,42 @@ def resolve(options: dict[str, Any]) -> dict[str, Any]:
     elif options["precision"] == BFLOAT16_PRODUCTS and expected_device(options).type != "cpu":
         raise UserError(f"trainer.precision={BFLOAT16_PRODUCTS} is for CPUs. Use auto, bf16-mixed or 32-true.")
     return options
+
+
+def _check_values(options: Mapping[str, Any]) -> None:
+    """Raises UserError for values that Lightning would take, or answer late or in words of its own."""
+    for name in _COUNTS:
+        value = options.get(name, 1)
+        unbounded = value == -1 and name in ("max_steps", "max_epochs")
+        if not unbounded and (type(value) is not int or value < 1):
+            raise UserError(f"trainer.{name} is {value!r}, but must be a whole number of at least 1.")
+    for what in ("steps", "epochs"):
+        least, most = options.get(f"min_{what}", 1), options.get(f"max_{what}", -1)
+        if most != -1 and least > most:
+            raise UserError(f"trainer.min_{what} is {least:,}, but trainer.max_{what}={most} ends the run before.")
+    for name in _SWITCHES:
+        if type(options.get(name, True)) is not bool:
+            raise UserError(f"trainer.{name} is {options[name]!r}, but must be true or false.")
+    clip = options.get("gradient_clip_val", 1.0)
+    if type(clip) not in (int, float) or not 0 <= clip < math.inf:
+        raise UserError(f"trainer.gradient_clip_val is {clip!r}, but must be above 0, for example 1.0; null is off.")
+    if "gradient_clip_algorithm" in options and "gradient_clip_val" not in options:
+        raise UserError("trainer.gradient_clip_algorithm clips nothing without trainer.gradient_clip_val=1.0 or so.")
+    if options.get("limit_val_batches") == 0:
+        raise UserError("trainer.limit_val_batches is 0, but the best checkpoint is chosen by validation.")
+    for name in ("limit_train_batches", "limit_val_batches", "overfit_batches", "val_check_interval"):
+        value = options.get(name, 1)
+        if name == "val_check_interval" and isinstance(value, str | Mapping):  # a time
+            continue
+        if not (type(value) in (int, float) and (0 < value <= 1 or (type(value) is int and value > 1))):
+            raise UserError(
+                f"trainer.{name} is {value!r}, but must be a number of batches, at least 1, or a share up to 1.0."
+            )
+    if options.get("profiler", "simple") not in ("simple", "advanced"):
+        raise UserError(
+            f"trainer.profiler is {options['profiler']!r}, but must be simple or advanced; null is off. Lightning's "
+            "pytorch profiler fails when training ends."
+        )
 
 
 def best_precision(device: torch.device) -> str:
@@ -189,24 +236,6 @@ def bounds(options: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the user's options that end the run, each with the value that would not."""
     unset = {"max_time": "auto", "max_steps": -1, "max_epochs": -1}
     return {name: value for name, value in unset.items() if options.get(name) not in (None, value)}
-
-
-def _given(options: Mapping[str, Any], bound: str) -> bool:
-    return options.get(bound) not in (None, -1)
-
-
-def every(options: dict[str, Any], validations: int, batches_per_epoch: int) -> int | timedelta:
-    """How far apart validations are: batches if the run is bounded by steps or epochs, else time."""
-    if validations < 1:
-        raise UserError(f"validations is {validations}, but must be at least 1: the best checkpoint is chosen by it.")
-    batches = []
-    if _given(options, "max_steps"):
-        batches.append(options["max_steps"] * options.get("accumulate_grad_batches", 1))
-    if _given(options, "max_epochs"):
-        batches.append(options["max_epochs"] * batches_per_epoch)
-    if batches:
-        return max(1, -(-min(batches) // validations))
-    return 1.02 * options["max_time"] / validations  # a little late, so that the end and its validation come first
 
 
 def parse_duration(text: Any, name: str) -> timedelta:
