@@ -28,7 +28,7 @@ sample: $(VENV)/.run   ## let the newest run write; more with ARGS='prompt="To b
 	@$(BIN)/python sample.py $(ARGS)
 
 board: $(VENV)/.run   ## look at all runs in TensorBoard
-	@$(BIN)/tensorboard --logdir runs --samples_per_plugin images=100
+	@$(BIN)/python -m tensorboard.main --logdir runs --samples_per_plugin images=100
 
 test: $(VENV)/.dev   ## run the test suite
 	@$(BIN)/python -m pytest $(ARGS)
@@ -42,9 +42,9 @@ lint: $(VENV)/.dev   ## check style, and that imports go down
 	@$(BIN)/lint-imports
 
 audit: $(VENV)/.run   ## look up what is installed among known vulnerabilities; needs the network
-	@test -x $(VENV)/audit/bin/pip-audit || $(PYTHON) -m venv $(VENV)/audit
+	@test -x $(VENV)/audit/bin/python || $(PYTHON) -m venv $(VENV)/audit
 	@$(VENV)/audit/bin/python -m pip install -q --upgrade pip-audit
-	@$(VENV)/audit/bin/pip-audit --path "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	@$(VENV)/audit/bin/python -m pip_audit --path "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
 see: $(VENV)/.run   ## look at a model's attention; more with ARGS='prompt="Orange is my favorite fruit" png=maps.png'
 	@$(BIN)/python -m analysis.inspect_attention $(ARGS)

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs import schema
 from system.errors import UserError
+from system.files import expand_user
 from system.interrupts import comes_from_ctrl_c
 from system.memory import is_out_of_memory
 from system.streams import handle_failing_output, print_error
@@ -41,11 +42,12 @@ TO_LOWER = {
     "training_speed": "vocab_size",
 }
 # Their values are taken exactly as typed: Hydra would read commas, quotes, = and ${ as its own grammar.
-PATH_KEYS = ("prompt_file", "export", "runs_dir", "png", "html", "logdir")
-LITERAL_KEYS = (
-    *("prompt", "stop", "token", "checkpoint", "resume", "init_from", "data.corpus", "data.cache_dir", "corpus"),
-    *PATH_KEYS,
+PATH_KEYS = (
+    *("checkpoint", "resume", "init_from", "prompt_file", "export", "runs_dir", "png", "html", "logdir"),
+    *("data.corpus", "data.cache_dir", "corpus"),
 )
+LITERAL_KEYS = ("prompt", "stop", "token", *PATH_KEYS)
+YES, NO = ("true", "yes", "on", "y", "1"), ("false", "no", "off", "n", "0")
 
 
 def run(task: Callable[[DictConfig], None], config_name: str) -> None:
@@ -54,8 +56,10 @@ def run(task: Callable[[DictConfig], None], config_name: str) -> None:
     with one_line_errors(config_name):
         schema.register()
         if not started_by_lightning():  # which passes on what this line made of the arguments
-            literal = [as_literal(argument, config_name) for argument in sys.argv[1:]]
+            sweep = bool({"-m", "--multirun"} & set(sys.argv))
+            literal = [as_literal(argument, config_name, sweep) for argument in sys.argv[1:]]
             sys.argv[1:] = flags_first(literal, config_name)
+            schema.register(only_shown=shows_config(sys.argv[1:]))
 
         composed: list[DictConfig] = []  # empty: an error is one of composing the config
 
@@ -65,6 +69,7 @@ def run(task: Callable[[DictConfig], None], config_name: str) -> None:
             with handle_failing_output(), one_line_errors(config_name), sweep_removed_if_refused():
                 composed.append(config)
                 refuse_unknown_or_missing(config, config_name)
+                resolve_paths(config)
                 task(config)
 
         try:
@@ -85,7 +90,30 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
     except Exception as error:  # of what kind, Hydra does not promise
         raise UserError(explain(error, config_name)) from error
     refuse_unknown_or_missing(config, config_name)
+    resolve_paths(config)
     return config
+
+
+def resolve_paths(config: DictConfig) -> None:
+    """Expands a leading ~ in every path of the config. Raises UserError for what cannot be the path of anything."""
+    for key in PATH_KEYS:
+        value = OmegaConf.select(config, key)
+        if not isinstance(value, str):
+            continue
+        if key == "resume" and value.lower() in YES + NO:  # a directory of that name: resume=./1
+            expanded = "true" if value.lower() in YES else None
+        else:
+            expanded = expand_user(value)
+            try:
+                os.lstat(expanded)
+            except (FileNotFoundError, NotADirectoryError):
+                pass
+            except (OSError, ValueError) as error:  # too long, not permitted; a NUL
+                what = f"a text of {len(value):,} characters" if len(value) > 255 else quoted(value)
+                reason = getattr(error, "strerror", None) or error
+                raise UserError(f"{key} is {what}, but must be a path that can be looked up: {reason}.") from error
+        if expanded != value:
+            OmegaConf.update(config, key, None if expanded is None else escaped(expanded))
 
 
 def refuse_arguments(arguments: list[str]) -> None:
@@ -142,25 +170,47 @@ def _refuse_flag(config_name: str, message: str) -> None:
     raise UserError(f"{message}: {how_to_set(config_name)}")
 
 
-def as_literal(argument: str, config_name: str) -> str:
-    """Quotes the value of a key whose text must reach us as it is; other arguments stay. Raises UserError."""
+def as_literal(argument: str, config_name: str, sweep: bool = False) -> str:
+    """Quotes the value of a key whose text must reach us as it is; other arguments stay. Raises UserError.
+
+    In a sweep, commas between the files of data.corpus and init_from separate values.
+    """
     if not argument.isascii() and any("\ud800" <= char <= "\udfff" for char in argument):  # bytes Python cannot read
         raise UserError(f"{argument.partition('=')[0]!r} or its value is not UTF-8. Convert it, or rename the file.")
     key, equals, value = argument.partition("=")
-    if re.match(r"[+~]*hydra\b", key) and not key.lstrip("+~").startswith(HYDRA_KEYS):
+    if equals and re.match(r"[+~]*hydra\b", key) and not key.lstrip("+~").startswith(HYDRA_KEYS):
         raise UserError(f"{argument} is not for a run to set. runs_dir=DIRECTORY says where runs go.")
     if not key.strip("+~ "):
         raise UserError(f"{argument!r} is no setting: {how_to_set(config_name)}")
     group = key.lstrip("+")
     if group in (*schema.GROUPS, "experiment") and re.fullmatch(r"null|true|false|[-+\d.e]+", value):
         raise UserError(f"{argument} is no choice of {group}. Choose one: configs/{group}/ has them.")
-    if key in PATH_KEYS and value == "" and equals:
-        raise UserError(f"{key} is empty. Give a path, or leave it out.")
-    if not equals or key not in LITERAL_KEYS or (value == "null" and key != "prompt"):
+    if group in PATH_KEYS and value == "" and equals:
+        raise UserError(f"{group} is empty. Give a path, or leave it out.")
+    if not equals or group not in LITERAL_KEYS or (value == "null" and group != "prompt"):
         return argument
     if value == "???":  # OmegaConf's mark of a missing value
-        return f"{key}=${{three_question_marks:}}"
-    return f"{key}={QuotedString(escaped(value), Quote.single).with_quotes()}"
+        return f"{group}=${{three_question_marks:}}"
+    values = separate_files(value) if sweep and group in ("data.corpus", "init_from") else [value]
+    none = "null" if len(values) > 1 else None
+    quotes = [text if text == none else QuotedString(escaped(text), Quote.single).with_quotes() for text in values]
+    return f"{group}={','.join(quotes)}"
+
+
+def separate_files(value: str) -> list[str]:
+    """The files that commas separate; one whose name has a comma is there, or in quotes."""
+    if os.path.lexists(expand_user(value)):
+        return [value]
+    found = re.findall(r"""\s*("[^"]*"|'[^']*'|[^,]+)""", value)
+    return [text[1:-1] if text[0] in "'\"" and text[0] == text[-1] else text for text in found] or [value]
+
+
+def shows_config(arguments: list[str]) -> bool:
+    """Whether Hydra only shows what it would run with: then nothing is made."""
+    from hydra._internal.utils import get_args_parser
+
+    known, _ = get_args_parser().parse_known_args(arguments)
+    return known.cfg is not None or known.info is not None
 
 
 @contextmanager
@@ -224,8 +274,7 @@ def explain(error: Exception, config_name: str) -> str:
         return f"{match[1]} lists several values: {sweep}give one."
     if isinstance(error, MissingConfigException) and error.options:
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
-        options = [option for option in error.options if option != "schema"]
-        return f"{group}={name} does not exist. Choose from: {', '.join(options)}."
+        return f"{group}={name} does not exist. Choose from: {', '.join(error.options)}."
     if isinstance(error, OverrideParseException):
         return f"{error.override!r} is no setting: {how_to_set(config_name)}"
     if isinstance(error, ConfigCompositionException) and cause:

@@ -148,18 +148,22 @@ ROOTS = {
 }
 
 
-def register() -> None:
-    """Makes the schemas known to Hydra, as `schema` in every group, and what YAML may compute."""
+def register(only_shown: bool = False) -> None:
+    """Makes the schemas known to Hydra, beside the groups so that none is a choice, and what YAML may compute.
+
+    Args:
+        only_shown: the config is not run with, and makes no directory.
+    """
     OmegaConf.register_new_resolver("div", lambda a, b: max(1, int(a) // int(b)), replace=True)
-    OmegaConf.register_new_resolver("new_sweep_dir", new_sweep_dir, replace=True)
+    OmegaConf.register_new_resolver("new_sweep_dir", str if only_shown else new_sweep_dir, replace=True)
     OmegaConf.register_new_resolver("three_question_marks", lambda: "???", replace=True)
     store = ConfigStore.instance().store
     for name, root in ROOTS.items():
         store(name=f"{name}_schema", node=root)
     for group, config_class in CONFIG_CLASSES.items():
-        store(group=group, name="schema", node=_thawed(config_class))
+        store(name=f"{group}_schema", node=_thawed(config_class))
     # Lightning's options are Lightning's to know: any key passes here, training/trainer.py refuses unknown ones.
-    store(group="trainer", name="schema", node=OmegaConf.create({}, flags={"struct": False}))
+    store(name="trainer_schema", node=OmegaConf.create({}, flags={"struct": False}))
 
 
 def build(config_class: type[T], node: DictConfig, **derived: Any) -> T:

@@ -57,3 +57,11 @@ def _sync_directory(path: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def expand_user(path: str) -> str:
+    """The path with a leading ~ or ~name as a shell would read it. Raises UserError where nobody has that name."""
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~") and not os.path.lexists(path):
+        raise UserError(f"{path.partition('/')[0]!r} is nobody's home directory here. Give the whole path.")
+    return expanded

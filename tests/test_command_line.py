@@ -7,21 +7,24 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from conftest import write_text
+from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from benchmarks import quality
-from configs.cli import compose, explain, run
-from configs.schema import ROOTS, build
+from configs.cli import PATH_KEYS, as_literal, compose, explain, run
+from configs.schema import GROUPS, ROOTS, build, register
 from data.config import DataConfig, TokenizerConfig
 from model.config import GPTConfig, OptimizerConfig
 from system.errors import UserError
-from training.run_dir import make_new_dir
+from training.run_dir import make_new_dir, new_sweep_dir
 
 PROJECT = Path(__file__).resolve().parents[1]
 
@@ -55,6 +58,7 @@ def test_any_text_is_a_prompt_bit_for_bit(prompt):
 @example("runs/a=b,c/epoch=3-step=40.ckpt")
 @example("C:\\runs\\${x}")
 def test_checkpoint_path_with_an_equals_sign_needs_no_quotes(path):
+    assume(path and path[0] != "~" and len(path.encode()) < 200)  # expanded; too long for a name
     assert compose("sample", [f"checkpoint={path}"]).checkpoint == (path if path != "null" else None)
 
 
@@ -70,6 +74,129 @@ def test_other_paths_arrive_as_they_are(key):
 def test_prompt_through_a_real_shell_becomes_no_sweep(call, tmp_path):
     error = call("sample.py", 'prompt=a, b, "c" = ${d} !', f"runs_dir={tmp_path / 'none'}").error
     assert "no trained run" in error  # all that is missing
+
+
+@pytest.mark.parametrize("plus", ["+", "++"])
+def test_leading_plus_changes_nothing_about_text(plus):
+    config = compose("sample", [f"{plus}prompt=To be, or not", f"{plus}runs_dir=a=b"])
+    assert (config.prompt, config.runs_dir) == ("To be, or not", "a=b")
+
+
+# Paths
+
+
+@pytest.mark.parametrize(
+    ("program", "key"),
+    [
+        (program, key)
+        for program in ROOTS
+        for key in PATH_KEYS
+        if OmegaConf.select(compose(program, []), key, default=0) != 0
+    ],
+)
+def test_home_directory_is_meant_by_a_leading_tilde_in_every_path(monkeypatch, program, key):
+    monkeypatch.setenv("HOME", "/home/${us}")
+    assert OmegaConf.select(compose(program, [f"{key}=~/a,b/x.png"]), key) == "/home/${us}/a,b/x.png"
+
+
+def test_sweep_goes_below_the_home_directory_too(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Path(new_sweep_dir("~/runs")).parent == tmp_path / "runs"
+
+
+def test_home_of_nobody_is_refused_and_a_file_of_that_name_taken(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="'~nobody_here' is nobody's home directory"):
+        compose("train", ["runs_dir=~nobody_here/runs"])
+    Path("~nobody_here").write_text("text")
+    assert compose("train", ["data.corpus=~nobody_here"]).data.corpus == "~nobody_here"
+
+
+@pytest.mark.parametrize("program", ROOTS)
+def test_text_in_the_place_of_a_path_is_refused_in_one_short_line(program):
+    text = "To be, or not to be:\nthat is the question.\n" * 100
+    for key in PATH_KEYS:
+        if OmegaConf.select(compose(program, []), key, default=0) != 0:
+            with pytest.raises(UserError, match=f"^{key} is a text of 4,300 characters, but must be a path") as refusal:
+                compose(program, [f"{key}={text}"])
+            assert len(str(refusal.value)) < 200
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="another user must be given up to")
+def test_path_below_a_directory_that_is_not_permitted_is_refused(tmp_path):
+    tmp_path.chmod(0)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(UserError, match="checkpoint is .*: Permission denied"):
+            compose("sample", [f"checkpoint={tmp_path}/x/best.ckpt"])
+    finally:
+        os.seteuid(0)
+        tmp_path.chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"), [("true TRUE True yes on 1", "true"), ("false FALSE False no off 0 null", None)]
+)
+def test_resume_takes_yes_and_no_in_any_words(words, meant):
+    for word in words.split():
+        assert compose("train", [f"resume={word}"]).resume == meant
+    assert compose("train", ["resume=./1"]).resume == "./1"
+
+
+# Sweeps over texts
+
+
+@pytest.mark.parametrize(
+    ("value", "files"),
+    [
+        ("a.txt,b.txt", "'a.txt','b.txt'"),
+        ("a.txt, b.txt", "'a.txt','b.txt'"),
+        ('"a,b.txt",c.txt', "'a,b.txt','c.txt'"),
+        ("null,a.txt", "null,'a.txt'"),
+        ("here,too.txt", "'here,too.txt'"),
+        ("one.txt", "'one.txt'"),
+    ],
+)
+def test_commas_separate_texts_in_a_sweep_alone(monkeypatch, tmp_path, value, files):
+    monkeypatch.chdir(tmp_path)
+    Path("here,too.txt").write_text("text")
+    for key in ("data.corpus", "++data.corpus", "init_from"):
+        assert as_literal(f"{key}={value}", "train", sweep=True) == f"{key.lstrip('+')}={files}"
+    assert compose("train", [f"data.corpus={value}"]).data.corpus == value
+
+
+def test_sweep_over_two_texts_is_two_runs(train_here, tmp_path):
+    for name in "ab":
+        write_text(tmp_path / f"{name}.txt", 60 + ord(name))
+    texts = f"data.corpus={tmp_path}/a.txt,{tmp_path}/b.txt"
+    finished = train_here("-m", texts, "trainer.max_steps=1", "validations=1")
+    assert finished.returncode == 0, finished
+    configs = [OmegaConf.load(path) for path in sorted((tmp_path / "runs").glob("*/*/config.yaml"))]
+    assert [config.data.corpus for config in configs] == [f"{tmp_path}/a.txt", f"{tmp_path}/b.txt"]
+
+
+# What Hydra shows
+
+
+@pytest.mark.parametrize(
+    "flags", ["--cfg all --resolve", "--cfg job --resolve", "--cfg hydra", "-c all --resolve -p model"]
+)
+def test_config_that_is_only_shown_makes_no_directory(monkeypatch, tmp_path, capfd, flags):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags.split()])
+    with suppress(SystemExit):
+        run(lambda config: pytest.fail("it ran"), "train")
+    GlobalHydra.instance().clear()
+    out, err = capfd.readouterr()
+    assert err == "" and out and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_choices_of_a_group_are_its_files(group):
+    register()
+    with initialize_config_dir(str(PROJECT / "configs"), version_base="1.3"):
+        options = GlobalHydra.instance().config_loader().get_group_options(group)
+    assert options == sorted(path.stem for path in (PROJECT / "configs" / group).glob("*.yaml"))
 
 
 # Misspelt keys

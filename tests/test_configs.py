@@ -75,7 +75,7 @@ def test_file_states_only_what_differs_from_the_defaults(group, name):
 @pytest.mark.parametrize("group", GROUPS)
 def test_keys_of_a_group_are_the_fields_of_its_dataclass(group):
     schema.register()
-    node = ConfigStore.instance().load(f"{group}/schema.yaml").node
+    node = ConfigStore.instance().load(f"{group}_schema.yaml").node
     assert list(node) == [field.name for field in dataclasses.fields(GROUPS[group])]
     for field in dataclasses.fields(GROUPS[group]):
         if field.default is dataclasses.MISSING:

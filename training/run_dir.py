@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from system.errors import UserError
-from system.files import written_whole
+from system.files import expand_user, written_whole
 from system.streams import write_nowhere
 from system.text import escape_control_chars
 
@@ -149,7 +149,7 @@ def sweep_removed_if_refused() -> Iterator[None]:
 @cache  # Hydra asks more than once in a sweep, and means the same directory
 def new_sweep_dir(runs_dir: str) -> str:
     """Makes the directory that holds the runs of one sweep."""
-    return str(make_new_dir(Path(runs_dir).absolute(), f"{time_stamp()}_sweep"))
+    return str(make_new_dir(Path(expand_user(runs_dir)).absolute(), f"{time_stamp()}_sweep"))
 
 
 def time_stamp() -> str:
