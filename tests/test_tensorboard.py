@@ -1,14 +1,24 @@
-"""What TensorBoard shows of a run, read by TensorBoard itself."""
+"""What TensorBoard shows of a run, also of one that is resumed or damaged, read by TensorBoard itself."""
 
 import io
+import itertools
 import json
 import os
 import re
+import struct
+import time
 import urllib.request
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from PIL import Image
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+from torch.utils.tensorboard import SummaryWriter
+
+from training.tensorboard import rewind_events
 
 VALIDATIONS = [8, 16, 24, 32, 40]
 READINGS = [5, 10, 15, 20, 25, 30, 35, 40]
@@ -163,3 +173,163 @@ def test_server_shows_scalars_pictures_text_and_hyperparameters(tiny_run, board)
     assert group["hparams"]["model.num_heads"] == 2 and group["hparams"]["model.positions"] == "rope"
     shown = {value["name"]["tag"]: value["value"] for value in group["metricValues"]}
     assert shown["final/val_loss"] == pytest.approx(tiny_run.summary["val_nats_per_token"])
+
+
+# A run that is resumed
+
+
+READERS = {"one file after the other": None, "several files at once": lambda timestamp: True}  # --reload_multifile
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Every look at the clock is a second later: names of event files have the time in them."""
+    seconds = itertools.count(1_700_000_000)
+    monkeypatch.setattr(time, "time", lambda: float(next(seconds)))
+
+
+def open_reader(directory, kind):
+    """What TensorBoard without its data server keeps of a run, and reads on from."""
+    return EventAccumulator(str(directory), event_file_active_filter=READERS[kind])
+
+
+def curves(reader):
+    """Steps and values of each tag that has any, as the reader has them after it looked again."""
+    reader.Reload()
+    points = {tag: reader.Tensors(tag) for tag in reader.Tags()["tensors"]}
+    return {
+        tag: [(event.step, round(float(event.tensor_proto.float_val[0]), 4)) for event in points[tag]]
+        for tag in points
+        if points[tag] and points[tag][0].tensor_proto.float_val
+    }
+
+
+def log_steps(directory, steps, value, final=None):
+    with SummaryWriter(str(directory)) as writer:
+        for step in steps:
+            writer.add_scalar("train/loss", value, step)
+        if final is not None:
+            writer.add_scalar("final/val_loss", value, final)
+            writer.add_scalar("by_context_length/step_ms", value, 4)
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_tensorboard_that_stays_open_follows_a_run_that_is_resumed_again_and_again(tmp_path, clock, kind):
+    reader = open_reader(tmp_path, kind)
+    log_steps(tmp_path, range(1, 11), 1.0, final=10)
+    assert [step for step, _ in curves(reader)["train/loss"]] == list(range(1, 11))
+    expected = [(step, 1.0) for step in range(1, 7)]
+    for begin, end, value in ((6, 12, 2.0), (9, 30, 3.0), (20, 21, 4.0)):
+        rewind_events(tmp_path, begin)
+        curves(reader)  # it may look at any moment
+        log_steps(tmp_path, range(begin + 1, end + 1), value, final=end)
+        expected = [point for point in expected if point[0] <= begin]
+        expected += [(step, value) for step in range(begin + 1, end + 1)]
+        seen = curves(reader)
+        assert seen["train/loss"] == expected
+        assert seen["final/val_loss"] == [(end, value)] and seen["by_context_length/step_ms"] == [(4, value)]
+        assert seen == curves(open_reader(tmp_path, kind))  # as one that is opened now
+    assert len(list(tmp_path.iterdir())) == 3  # the file that was open, empty; what was kept; what came
+
+
+def test_tensorboard_that_stays_open_sees_all_of_a_real_run_that_is_resumed(train_here):
+    first = train_here("trainer.max_steps=10", "validations=2")
+    reader = open_reader(first.path, "one file after the other")
+    assert [step for step, _ in curves(reader)["val/loss"]] == [5, 10]
+    resumed = train_here(f"resume={first.dir}", "trainer.max_steps=20", settings=())
+    assert resumed.returncode == 0 and resumed.stderr == "", resumed
+    seen = curves(reader)
+    assert [step for step, _ in seen["train/loss"]] == [5, 10, 15, 20]
+    assert [step for step, _ in seen["by_context_length/step_ms"]] == [16]
+    assert seen == curves(open_reader(first.path, "one file after the other"))
+
+
+def test_clock_that_went_back_costs_no_point(tmp_path, clock, monkeypatch):
+    log_steps(tmp_path, range(1, 6), 1.0)
+    monkeypatch.setattr(time, "time", lambda: 1_600_000_000.0)
+    rewind_events(tmp_path, 4)
+    log_steps(tmp_path, range(5, 8), 2.0)
+    points = curves(open_reader(tmp_path, "one file after the other"))["train/loss"]
+    assert points == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 2.0), (6, 2.0), (7, 2.0)]
+
+
+# Damaged files
+
+
+def record(data: bytes, size: int | None = None) -> bytes:
+    header = struct.pack("<Q", len(data) if size is None else size)
+    return b"".join((header, struct.pack("<I", masked_crc32c(header)), data, struct.pack("<I", masked_crc32c(data))))
+
+
+def events_file(directory):
+    (file,) = directory.glob("events.out.tfevents.*")
+    return file
+
+
+def where_records_begin(content: bytes) -> list[int]:
+    starts = [0]
+    while starts[-1] < len(content):
+        starts.append(starts[-1] + 16 + struct.unpack("<Q", content[starts[-1] : starts[-1] + 8])[0])
+    return starts
+
+
+@pytest.mark.parametrize("place", [0, 3, 9, 14, -2])  # in a record: two in its length, its checksum, the data, its end
+def test_flipped_bit_in_an_event_costs_that_event_alone_and_is_said(tmp_path, clock, caplog, place):
+    caplog.set_level("INFO")
+    log_steps(tmp_path, range(1, 21), 1.0)
+    file = events_file(tmp_path)
+    content = bytearray(file.read_bytes())
+    starts = where_records_begin(content)
+    content[(starts[8] if place >= 0 else starts[9]) + place] ^= 4  # the version is record 0, so step n is record n
+    file.write_bytes(content)
+    rewind_events(tmp_path, 18)
+    seen = curves(open_reader(tmp_path, "one file after the other"))["train/loss"]
+    assert [step for step, _ in seen] == [step for step in range(1, 19) if step != 8]
+    assert f"{file} is damaged in one place" in caplog.text
+    (kept,) = tmp_path.glob("damaged.*")
+    assert kept.read_bytes() == content and kept.name in caplog.text and "tfevents" not in kept.name
+
+
+@pytest.mark.parametrize(
+    "garbage", [record(b"\xff" * 50), record(b"", size=1 << 63), record(b"", size=1 << 30), bytes(500), b"x" * 99]
+)
+@pytest.mark.parametrize("index", [0, 5])  # before the version, too
+def test_garbage_between_events_costs_none_of_them(tmp_path, clock, caplog, garbage, index):
+    caplog.set_level("INFO")
+    log_steps(tmp_path, range(1, 11), 1.0)
+    content = events_file(tmp_path).read_bytes()
+    at = where_records_begin(content)[index]
+    events_file(tmp_path).write_bytes(content[:at] + garbage + content[at:])
+    rewind_events(tmp_path, 10)
+    seen = curves(open_reader(tmp_path, "one file after the other"))["train/loss"]
+    assert [step for step, _ in seen] == list(range(1, 11))
+    assert "is damaged in one place" in caplog.text
+
+
+@pytest.mark.parametrize("cut", range(1, 60, 7))
+def test_event_that_a_kill_cut_off_is_no_damage(tmp_path, clock, caplog, cut):
+    caplog.set_level("INFO")
+    log_steps(tmp_path, range(1, 6), 1.0)
+    events_file(tmp_path).write_bytes(events_file(tmp_path).read_bytes()[:-cut])
+    rewind_events(tmp_path, 5)
+    seen = curves(open_reader(tmp_path, "one file after the other"))["train/loss"]
+    assert [step for step, _ in seen] == [1, 2, 3, 4][: len(seen)] and len(seen) >= 3
+    assert not list(tmp_path.glob("damaged.*")) and "damaged" not in caplog.text
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_bytes_in_an_event_file_stop_a_run_from_being_resumed(tmp_path_factory, clock, data):
+    directory = tmp_path_factory.mktemp("events")
+    log_steps(directory, range(1, 8), 1.0)
+    file = events_file(directory)
+    content = bytearray(file.read_bytes())
+    for _ in range(data.draw(st.integers(0, 4))):
+        at = data.draw(st.integers(0, len(content)))
+        piece = data.draw(st.binary(max_size=30) | st.builds(bytes, st.integers(0, 40)))
+        content[at : at + data.draw(st.integers(0, 40))] = piece
+    file.write_bytes(content)
+    rewind_events(directory, 100)
+    log_steps(directory, range(101, 103), 2.0)
+    steps = [step for step, _ in curves(open_reader(directory, "one file after the other"))["train/loss"]]
+    assert steps == sorted(set(steps)) and steps[-2:] == [101, 102] and set(steps[:-2]) <= set(range(1, 8))
