@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from model.attention import MultiHeadAttention, written_out_attention
+from model.attention import MultiHeadAttention, eager_attention
 from model.flops import score_matrix_bytes
 from system.errors import UserError
 from system.text import counted
@@ -172,7 +172,7 @@ def time_one_head(length: int) -> tuple[float | None, float | None]:
     ):  # scores, before and after scaling, and the mask
         return None, fused
     mask = torch.ones(length, length, dtype=torch.bool).tril()  # (T, T)
-    return milliseconds(lambda: written_out_attention(q, k, v, mask)), fused
+    return milliseconds(lambda: eager_attention(q, k, v, mask)), fused
 
 
 def milliseconds(work) -> float:

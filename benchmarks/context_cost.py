@@ -27,7 +27,7 @@ from configs.entry_point import entry_point
 from configs.schema import build
 from model.config import GPTConfig, OptimizerConfig
 from model.flops import IMPLEMENTATIONS, attention_flops, crossing_by_flops, kept_bytes, score_matrix_bytes, step_flops
-from model.kernels.linear import Linear
+from model.layers import Linear
 from sample import pick_device
 from system.allocator import keep_freed_memory
 from system.errors import UserError

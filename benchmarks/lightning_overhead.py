@@ -26,7 +26,7 @@ from configs.cli import compose
 from configs.entry_point import entry_point
 from configs.schema import build
 from model.config import OptimizerConfig
-from model.kernels.bfloat16 import products_in
+from model.kernels.bfloat16 import matmul_precision
 from system.text import counted
 from training.checkpointing import StopOnSignal
 from training.datamodule import TextData
@@ -64,7 +64,7 @@ def by_hand(config: DictConfig, data: TextData, steps: int) -> float:
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * factor
         batch = batches.batch(step)  # (B, T + 1)
-        with products_in(precision):
+        with matmul_precision(precision):
             loss = network.loss(batch[:, :-1], batch[:, 1:])
         loss.backward()
         if config.trainer.get("gradient_clip_val"):

@@ -36,10 +36,11 @@ from data.config import TokenizerConfig
 from data.tokenizer import build_tokenizer
 from model.config import GPTConfig, SamplingConfig
 from model.gpt import GPT
-from model.kernels.linear import Linear, packed, small_matrix
 from model.kernels.onednn import has_onednn, onednn_is_faster, onednn_linear
+from model.layers import Linear
 from sampling.decoder import Decoder
-from sampling.kv_cache import Kept, KeptForMany
+from sampling.fast_copy import packed, small_matrix
+from sampling.kv_cache import BatchedKVCache, KVCache
 from sampling.sampler import generate_batch
 from sampling.text import TextStream
 from system.text import counted
@@ -109,7 +110,7 @@ def hugging_face(network: GPT) -> torch.nn.Module:
         name = our_name
         for ours, their in names.items():
             name = name.replace(f"{ours}.", f"{their}.")
-        if name != "output.weight":  # tied
+        if name != "lm_head.weight":  # tied
             weights[name].copy_(weight.T if name.startswith("h.") and weight.ndim == 2 else weight)
     return theirs
 
@@ -139,7 +140,7 @@ def attention_ms(config: GPTConfig, samples: int, filled: int) -> dict[str, floa
     """Milliseconds that all layers of a step look at `filled` tokens a sample, in either place for keys and values."""
     H, D, ms = config.num_heads, config.head_dim, {}
     heads = torch.randn(samples, 3 * H, D)  # (B, H + 2G, D)
-    for place in (Kept, KeptForMany):
+    for place in (KVCache, BatchedKVCache):
         layers = [place(heads, H, H, config.context_length) for _ in range(config.num_layers)]
         for kept in layers:
             kept.fill(*torch.randn(2, samples, H, filled, D))
@@ -212,8 +213,9 @@ def main(arguments: list[str]) -> None:
             print(f"    {result['times_hugging_face']} times Hugging Face's; aimed at: 2.5; the same text: {same}\n")
 
     result["attention_ms_64"] = ms = attention_ms(BABY, BATCH, BABY.context_length // 2)
-    print(f"{BATCH} at once, attention to {BABY.context_length // 2} tokens each: {ms['KeptForMany']:.1f} ms a step as "
-          f"sums of rows, {ms['Kept']:.1f} by PyTorch's fused attention\n")  # fmt: skip
+    print(f"{BATCH} at once, attention to {BABY.context_length // 2} tokens each: "
+          f"{ms['BatchedKVCache']:.1f} ms a step as sums of rows, "
+          f"{ms['KVCache']:.1f} by PyTorch's fused attention\n")  # fmt: skip
 
     c = BABY.context_length
     spans = {"inside": (baby, 1, c), "past": (baby, c + 1, 3 * c + 1), "inside, context 8 times longer": (longer, 1, c),

@@ -35,10 +35,10 @@ from configs.schema import build
 from model.config import GPTConfig, OptimizerConfig
 from model.flops import step_flops
 from model.gpt import GPT
-from model.kernels.bfloat16 import BFLOAT16_PRODUCTS, has_bfloat16_units, products_in
+from model.kernels.bfloat16 import BF16_MATMUL, has_bf16_units, matmul_precision
 from model.kernels.cross_entropy import CHUNK_ROWS
-from model.kernels.linear import Linear
-from model.kernels.onednn import goes_through_onednn, prefer_onednn, raw_onednn_product
+from model.kernels.onednn import onednn_is_faster, prefer_onednn, raw_onednn_product
+from model.layers import Linear
 from system.allocator import keep_freed_memory
 from system.text import counted
 from training.optim import build_optimizer
@@ -74,8 +74,8 @@ def cases(vocab_size: int) -> list[Case]:
     default = build(GPTConfig, train.model, vocab_size=vocab_size)
     optimizer, batch_size = build(OptimizerConfig, train.optimizer), train.data.batch_size
     first = [Case("default", default, optimizer, batch_size)]
-    if has_bfloat16_units():
-        first.append(Case("its bfloat16", default, optimizer, batch_size, BFLOAT16_PRODUCTS))
+    if has_bf16_units():
+        first.append(Case("its bfloat16", default, optimizer, batch_size, BF16_MATMUL))
     adamw = OptimizerConfig(name="adamw", lr=1e-3)
     shapes = ((12, 64), (8, 256))
     return first + [
@@ -94,7 +94,7 @@ def our_step(case: Case, compiled: bool = False) -> Callable[[], None]:
     optimizer, (inputs, targets) = build_optimizer(network, case.optimizer), case.batch()
 
     def step() -> None:
-        with products_in(case.precision):
+        with matmul_precision(case.precision):
             loss = loss_of(inputs, targets)
         loss.backward()
         optimizer.step()
@@ -141,7 +141,7 @@ def products_of(case: Case) -> tuple[list[Product], list[Product]]:
     for layer in network.modules():
         if isinstance(layer, Linear):
             # model/kernels/cross_entropy.py makes the output layer's in chunks.
-            rows = CHUNK_ROWS if layer is network.output and case.config.logit_soft_cap is None else case.tokens
+            rows = CHUNK_ROWS if layer is network.lm_head and case.config.logit_soft_cap is None else case.tokens
             for first in range(0, case.tokens, rows):
                 linear += linear_products(min(rows, case.tokens - first), layer, case.precision)
     return linear, [product for _ in network.blocks for product in attention_products(case)]
@@ -149,10 +149,10 @@ def products_of(case: Case) -> tuple[list[Product], list[Product]]:
 
 def linear_products(rows: int, layer: Linear, precision: str) -> Iterator[Product]:
     """Forward, and the gradients of the inputs and of the weights."""
-    dtype = torch.bfloat16 if precision == BFLOAT16_PRODUCTS else torch.float32
+    dtype = torch.bfloat16 if precision == BF16_MATMUL else torch.float32
     weight = layer.weight.detach().to(dtype)
     x, grad = torch.randn(rows, layer.in_features).to(dtype), torch.randn(rows, layer.out_features).to(dtype)
-    multiply = raw_onednn_product if goes_through_onednn(x, weight) else F.linear
+    multiply = raw_onednn_product if dtype == torch.float32 and onednn_is_faster() else F.linear
     for run in (lambda: multiply(x, weight), lambda: multiply(grad, weight.t()), lambda: product(grad.t(), x)):
         yield Product(run, 2 * rows * layer.in_features * layer.out_features)
 

@@ -32,7 +32,7 @@ def train_default_steps() -> None:
 
     from model.config import OptimizerConfig
     from model.gpt import GPT
-    from model.kernels.bfloat16 import products_in
+    from model.kernels.bfloat16 import matmul_precision
     from system.allocator import keep_freed_memory
     from training.budget import REFERENCE, REFERENCE_BATCH
     from training.optim import build_optimizer
@@ -49,7 +49,7 @@ def train_default_steps() -> None:
             print("ready", flush=True)
             sys.stdin.readline()
             start = time.perf_counter()
-        with products_in(best_precision(device)):
+        with matmul_precision(best_precision(device)):
             loss = network.loss(ids, ids)
         loss.backward()
         optimizer.step()

@@ -7,15 +7,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from model.attention import fused_attention, written_out_attention
+from model.attention import eager_attention, sdpa_attention
 from model.config import GPTConfig, OptimizerConfig
 from model.gpt import GPT
-from model.kernels.flex_attention import flex_windowed_attention
-from model.kernels.sliding_window import attention_in_blocks, windowed_attention
+from model.kernels.flex_attention import flex_sliding_window_attention
+from model.kernels.sliding_window import attention_in_blocks
+from model.layers import sliding_window_attention
 from training.optim import build_optimizer
 
 # Windowed attention as the model takes it, and the two ways it can go on CUDA, whichever it would take.
-WINDOWED = {"windowed": windowed_attention, "blocks": attention_in_blocks, "flex": flex_windowed_attention}
+WINDOWED = {"windowed": sliding_window_attention, "blocks": attention_in_blocks, "flex": flex_sliding_window_attention}
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ def attention_pass(
 
     def forward() -> Tensor:
         if implementation == "fused":
-            return fused_attention(q, k, v, causal=True)
+            return sdpa_attention(q, k, v, causal=True)
         if implementation in WINDOWED:
             return WINDOWED[implementation](q, k, v, config.attention_window)
         mask = torch.ones(context_length, context_length, dtype=torch.bool, device=device).tril()
-        return written_out_attention(q, k, v, mask)[0]
+        return eager_attention(q, k, v, mask)[0]
 
     def backward(output: Tensor) -> None:
         q.grad = k.grad = v.grad = None

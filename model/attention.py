@@ -1,4 +1,4 @@
-"""Multi-head attention: the fast path that trains, and the written-out path one can look at.
+"""Multi-head attention: the fast call that trains, and the same written out, to be read and looked at.
 
 Letters in shape comments, here and in the rest of the model:
     B  sequences in a batch          T  tokens that ask (queries)      S  tokens that are asked (keys)
@@ -7,16 +7,14 @@ Letters in shape comments, here and in the rest of the model:
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import check_heads
-from model.kernels.linear import Linear
-from model.kernels.norm import rms_norm
-from model.kernels.onednn import MIN_LENGTH, goes_through_onednn, onednn_attention, short_attention
-from model.kernels.sliding_window import windowed_attention
+from model.layers import Linear, Rope, apply_rope, rms_norm, sdpa_attention, sliding_window_attention
 
 
 class MultiHeadAttention(nn.Module):
@@ -31,7 +29,7 @@ class MultiHeadAttention(nn.Module):
         num_heads: query heads; must divide d_model.
         num_kv_heads: key/value heads; must divide num_heads. None: num_heads.
         qkv_bias, out_bias: biases of the input and output projections.
-        qk_norm_eps: RMS-normalise every query and key, with this epsilon. None: leave them as they are.
+        qk_norm_eps: RMS-normalize every query and key, with this epsilon. None: leave them as they are.
         dropout: share of attention weights dropped in training.
 
     Raises:
@@ -68,7 +66,8 @@ class MultiHeadAttention(nn.Module):
         mask: Tensor | None = None,
         causal: bool = False,
         window: int | None = None,
-        rope: tuple[Tensor, Tensor] | None = None,
+        rope: Rope | None = None,
+        cache: Any = None,
         need_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Lets every query token gather from the key tokens it may see.
@@ -77,9 +76,10 @@ class MultiHeadAttention(nn.Module):
             query: (B, T, C).
             key, value: (B, S, C); leave out for self-attention. A key alone is its own value.
             mask: 1 where a query may look, 0 where not; broadcasts to (B, H, T, S).
-            causal: query t sees keys up to t only. Not together with a mask.
-            window: query t sees the keys t - window + 1 ... t only. Causal self-attention only.
-            rope: cosines and sines of `rope_tables`, (T, D) each; self-attention only.
+            causal: a query sees keys up to its own token only. Not together with a mask.
+            window: of these it sees the last `window`, its own among them. Causal self-attention only.
+            rope: cosines and sines of `precompute_rope`, (T, D/2) each; self-attention only.
+            cache: has keys and values of S - T earlier tokens, and takes these: sampling.kv_cache.DynamicLayerCache.
             need_weights: take the written-out path and return its weights too.
 
         Returns:
@@ -92,29 +92,32 @@ class MultiHeadAttention(nn.Module):
             raise ValueError("causal=True already is a mask; give only one of mask and causal")
         if window is not None and (window < 1 or not causal or key is not None):
             raise ValueError("a window is 1 token or more of causal self-attention: causal=True, no key, no value")
-        q, k, v = self.project(query, key, value, rope)
+        q, k, v = self.project(query, key, value, rope)  # (B, H, T, D), (B, G, S, D) twice
+        if cache is not None:
+            k, v = cache.update(k, v)  # S is now more than T
+        T, S = q.size(2), k.size(2)
         mask = mask.bool() if mask is not None else None
+        if causal and (need_weights or S > T):  # otherwise SDPA makes the mask itself
+            mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+            if window is not None:
+                mask = mask.triu(S - T + 1 - window)  # a band: the diagonal and window - 1 more below it
         dropout = self.dropout if self.training else 0.0
         if need_weights:
-            if causal:
-                mask = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril()  # (T, S)
-            if window is not None:
-                mask = mask.triu(1 - window)  # a band: the diagonal and window - 1 more below it
-            heads, weights = written_out_attention(q, k, v, mask)
-        elif window is not None:
-            heads = windowed_attention(q, k, v, window, dropout)  # (B, H, T, D)
+            heads, weights = eager_attention(q, k, v, mask)
+        elif window is not None and mask is None:
+            heads = sliding_window_attention(q, k, v, window, dropout)  # (B, H, T, D)
         else:
-            heads = fused_attention(q, k, v, mask, dropout, causal)  # (B, H, T, D)
+            heads = sdpa_attention(q, k, v, mask, dropout, causal and mask is None)  # (B, H, T, D)
         joined = heads.transpose(1, 2).flatten(2)  # (B, H, T, D) -> (B, T, H, D) -> (B, T, C)
         output = self.out_proj(joined)
         return (output, weights) if need_weights else output
 
     def project(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None, rope: tuple[Tensor, Tensor] | None
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, rope: Rope | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, H, T, D), keys and values (B, G, S, D), normalised and rotated: both paths start here."""
+        """Queries (B, H, T, D), keys and values (B, G, S, D), normalized and rotated: both paths start here."""
         H, G, D = self.num_heads, self.num_kv_heads, self.head_dim
-        if key is None:  # self-attention: one matrix product, and queries and keys turn together
+        if key is None:  # self-attention: one matrix product, and queries and keys rotate together
             heads = self.in_proj(query).unflatten(-1, (H + 2 * G, D))  # (B, T, H + 2G, D)
             qk, v = heads.split([H + G, G], dim=2)
             q, k = self.norm_and_rotate(qk, rope).split([H, G], dim=2)
@@ -128,38 +131,14 @@ class MultiHeadAttention(nn.Module):
             v = F.linear(value, w_v, b_v).unflatten(-1, (G, D))  # (B, S, G, D)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def norm_and_rotate(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Queries or keys (B, T, heads, D), or of one token (B, heads, D) -> the same shape."""
+    def norm_and_rotate(self, x: Tensor, rope: Rope | None) -> Tensor:
+        """Queries or keys (B, T, heads, D) -> the same shape."""
         if self.qk_norm_eps is not None:
             x = rms_norm(x, self.qk_norm_eps)
-        return x if rope is None else rotate(x, *rope)
+        return x if rope is None else apply_rope(x, *rope)
 
 
-def fused_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0, causal: bool = False
-) -> Tensor:
-    """The same as `written_out_attention` in one call: PyTorch's SDPA, which never holds all scores.
-
-    On CPUs where oneDNN is faster, a short text's are held: see model/kernels/onednn.py.
-
-    Args:
-        q: (B, H, T, D).
-        k, v: (B, G, S, D).
-        mask: true where a query may look; broadcasts to (B, H, T, S).
-
-    Returns:
-        The gathered values (B, H, T, D).
-    """
-    options = {"attn_mask": mask, "dropout_p": dropout, "is_causal": causal, "enable_gqa": q.size(1) != k.size(1)}
-    if goes_through_onednn(q, k) and not torch.compiler.is_compiling():
-        if q.size(-2) >= MIN_LENGTH:
-            return onednn_attention(q, k, v, **options)
-        if causal and q.shape == k.shape and dropout < 1:
-            return short_attention(q, k, v, dropout)
-    return F.scaled_dot_product_attention(q, k, v, **options)
-
-
-def written_out_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def eager_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """softmax(Q K^T / sqrt(D)) V, one line a step.
 
     Args:
@@ -178,21 +157,3 @@ def written_out_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None =
         scores = scores.masked_fill(mask == 0, -math.inf)
     weights = scores.softmax(dim=-1)
     return weights @ v, weights
-
-
-def rope_tables(context_length: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of rotary positions (Su et al. 2021, arXiv:2104.09864), (context_length, D) each.
-
-    Entries i and i + D/2 of a head form a pair that turns by position x base^(-2i/D) radians. Each half
-    of the tables holds the same angles; the sine's first half is negative, so that `rotate` is two products.
-    """
-    frequencies = base ** -(torch.arange(0, head_dim, 2) / head_dim)  # (D/2,)
-    angles = torch.arange(context_length)[:, None] * frequencies  # (context_length, D/2)
-    return torch.cat([angles.cos(), angles.cos()], 1), torch.cat([-angles.sin(), angles.sin()], 1)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns every pair of x (B, T, heads, D) by its angle; cos and sin are (T, D). All also without T."""
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # (T, 1, D)
-    swapped = x.roll(x.size(-1) // 2, dims=-1)  # each entry's partner, (B, T, heads, D)
-    return torch.addcmul(x * cos, swapped, sin)

@@ -7,18 +7,25 @@ A token's way, with shapes as in model/attention.py:
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import MultiHeadAttention, rope_tables
+from model.attention import MultiHeadAttention
 from model.config import GPTConfig
-from model.kernels.activation import gelu, squared_relu
-from model.kernels.cross_entropy import output_loss
-from model.kernels.dropout import Dropout
-from model.kernels.linear import Linear
-from model.kernels.norm import RMSNorm
+from model.layers import (
+    BigramEmbedding,
+    Dropout,
+    Linear,
+    RMSNorm,
+    Rope,
+    cross_entropy,
+    gelu,
+    precompute_rope,
+    squared_relu,
+)
 
 
 def build_norm(config: GPTConfig) -> nn.Module:
@@ -28,32 +35,8 @@ def build_norm(config: GPTConfig) -> nn.Module:
     return RMSNorm(config.d_model, config.norm_eps, config.norm_affine)
 
 
-class BigramEmbedding(nn.Embedding):
-    """A vector for each token together with the one before it, looked up by hash.
-
-    Gives the first block at once what an attention head would first have to learn: to look one token back.
-    Rows shared by hash: Svenstrup et al. 2017, arXiv:1709.03933.
-    """
-
-    def __init__(self, rows: int, d_model: int, dropout: float = 0.0):
-        super().__init__(rows, d_model)
-        self.dropout = dropout
-
-    def forward(self, ids: Tensor, before: Tensor | None = None) -> Tensor:
-        """Vectors for ids (B, T), the first of which is paired with none; or for ids (B,) after those `before`, (B,).
-
-        Returns:
-            (B, T, C) or (B, C).
-        """
-        if before is None:
-            before = F.pad(ids[:, :-1], (1, 0), value=-1)  # (B, T)
-        # Odd factors, so that each of the two alone reaches every row of a table of 2^n.
-        vectors = super().forward((before * 40_503 ^ ids * 30_011) % self.num_embeddings)  # (..., C)
-        return F.dropout1d(vectors, self.dropout, self.training)  # drops whole vectors
-
-
 class MLP(nn.Module):
-    """Widens every token on its own, bends, narrows again: (..., C) -> (..., C)."""
+    """The feed-forward layer, on every token alone: widen, activate, narrow. (..., C) -> (..., C)."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -75,7 +58,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Two residual lines: tokens talk to each other, then each thinks alone.
+    """Pre-norm transformer block: tokens talk to each other, then each thinks alone.
+
+    Training, prefill, decoding and attention maps all go through this `forward`.
 
     Args:
         window: tokens a query can look at. None: all before it.
@@ -98,9 +83,10 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-        """(B, T, C) -> (B, T, C)."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), causal=True, window=self.window, rope=rope))
+    def forward(self, x: Tensor, rope: Rope | None = None, cache: Any = None) -> Tensor:
+        """(B, T, C) -> (B, T, C). rope: the positions' angles. cache: keys and values of earlier tokens."""
+        h = self.attention(self.attention_norm(x), causal=True, window=self.window, rope=rope, cache=cache)
+        x = x + self.dropout(h)
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -117,29 +103,30 @@ class GPT(nn.Module):
         if config.positions == "learned":
             self.position_embedding = nn.Embedding(config.context_length, config.d_model)
         else:
-            cos, sin = rope_tables(config.context_length, config.head_dim, config.rope_base)
+            cos, sin = precompute_rope(config.context_length, config.head_dim, config.rope_base)
             # Recomputed from the config, so not part of a checkpoint.
-            self.register_buffer("rope_cos", cos, persistent=False)  # (context_length, D)
+            self.register_buffer("rope_cos", cos, persistent=False)  # (context_length, D/2)
             self.register_buffer("rope_sin", sin, persistent=False)
         self.embedding_norm = build_norm(config) if config.embedding_norm else nn.Identity()
         self.dropout = Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, config.window_of(layer)) for layer in range(config.num_layers))
         self.final_norm = build_norm(config)
-        self.output = Linear(config.d_model, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.d_model, config.vocab_size, bias=False)
         if config.tied_embeddings:
-            self.output.weight = self.token_embedding.weight
+            self.lm_head.weight = self.token_embedding.weight
         self.init_weights()
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, cache: Any = None) -> Tensor:
         """Logits of the next token at every position.
 
         Args:
             ids: (B, T) token ids, T <= context_length.
+            cache: has keys and values of the tokens before these, and takes theirs: sampling.kv_cache.DynamicCache.
 
         Returns:
             (B, T, vocab_size), from which softmax makes probabilities.
         """
-        return self.logits(self.stream(ids))
+        return self.logits(self.hidden_states(ids, cache))
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy of the next tokens in nats: of `forward`'s logits, which it need not make at once.
@@ -150,42 +137,39 @@ class GPT(nn.Module):
         # What `compile` compiles is `forward` alone, so a compiled network makes its logits there.
         if self.config.logit_soft_cap is not None or self._compiled_call_impl is not None:
             return F.cross_entropy(self(ids).flatten(0, 1), targets.flatten())
-        x = self.final_norm(self.stream(ids))  # (B, T, C)
-        return output_loss(x.flatten(0, 1), self.output.weight, targets.flatten())
+        x = self.final_norm(self.hidden_states(ids))  # (B, T, C)
+        return cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
 
-    def stream(self, ids: Tensor) -> Tensor:
-        """(B, T) ids -> the stream leaving the last block, (B, T, C)."""
-        x, rope = self.embed(ids)
-        for block in self.blocks:
-            x = block(x, rope)
+    def hidden_states(self, ids: Tensor, cache: Any = None) -> Tensor:
+        """(B, T) ids -> the residual stream after the last block, (B, T, C)."""
+        x, rope = self.embed(ids) if cache is None else self.embed(ids, cache.length, cache.prev_ids)
+        for block, layer in zip(self.blocks, cache.layers if cache else [None] * len(self.blocks), strict=True):
+            x = block(x, rope, layer)
+        if cache is not None:
+            cache.advance(ids)
         return x
 
-    def embed(
-        self, ids: Tensor, place: int | None = None, before: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """The stream entering the first block.
+    def embed(self, ids: Tensor, position: int = 0, prev_ids: Tensor | None = None) -> tuple[Tensor, Rope | None]:
+        """The stream entering the first block, (B, T, C), and RoPE's angles at these positions, if it has them.
 
         Args:
-            ids: token ids, (B, T): a context from its beginning. Or (B,): one token each, at `place` in it.
-            before: for (B,) the token before each.
-
-        Returns:
-            (B, T, C) or (B, C), and RoPE's tables, (T, D) or (D,) each, if it has them.
+            ids: (B, T), the tokens from `position` in the context on.
+            prev_ids: those before the first of them, (B,); None: there are none.
         """
-        places = slice(ids.size(1)) if place is None else place
-        x = self.token_embedding(ids)  # (B, T, C) or (B, C), as all below
+        positions = slice(position, position + ids.size(1))
+        x = self.token_embedding(ids)  # (B, T, C), as all below
         if self.bigram_embedding is not None:
-            x = x + self.bigram_embedding(ids, before)
+            x = x + self.bigram_embedding(ids, prev_ids)
+        rope = None
         if self.config.positions == "learned":
-            x = x + self.position_embedding.weight[places]
-            rope = None
+            x = x + self.position_embedding.weight[positions]
         else:
-            rope = self.rope_cos[places], self.rope_sin[places]
+            rope = self.rope_cos[positions], self.rope_sin[positions]  # (T, D/2) each
         return self.dropout(self.embedding_norm(x)), rope
 
     def logits(self, x: Tensor) -> Tensor:
-        """The stream leaving the last block (..., C) -> (..., vocab_size)."""
-        logits = self.output(self.final_norm(x))
+        """The stream after the last block (..., C) -> (..., vocab_size)."""
+        logits = self.lm_head(self.final_norm(x))
         cap = self.config.logit_soft_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -193,23 +177,32 @@ class GPT(nn.Module):
     def attention_maps(self, ids: Tensor) -> list[Tensor]:
         """The attention weights of every layer: num_layers tensors (B, H, T, T), rows summing to 1.
 
-        Runs the trained projections, norms and positions through the written-out path, without dropout.
+        The network runs as it is, without dropout; beside it each layer's attention is written out once more.
         """
         training, maps = self.training, []
-        self.eval()
-        x, rope = self.embed(ids)
-        for block in self.blocks:
-            _, weights = block.attention(
-                block.attention_norm(x), causal=True, window=block.window, rope=rope, need_weights=True
-            )
-            maps.append(weights)
-            x = block(x, rope)
-        self.train(training)
+
+        def write_out(attention: nn.Module, args: tuple, options: dict, output: Tensor) -> None:
+            maps.append(attention.forward(*args, **options, need_weights=True)[1])
+
+        layers = [module for module in self.modules() if isinstance(module, MultiHeadAttention)]
+        hooks = [layer.register_forward_hook(write_out, with_kwargs=True) for layer in layers]
+        try:
+            self.eval().hidden_states(ids)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self.train(training)
         return maps
 
     def num_parameters(self) -> int:
         """Trainable numbers, shared ones counted once."""
         return sum(p.numel() for p in self.parameters())
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args) -> None:
+        """Also takes weights from before `lm_head` had its name: it was called `output`."""
+        if f"{prefix}output.weight" in state_dict:
+            state_dict[f"{prefix}lm_head.weight"] = state_dict.pop(f"{prefix}output.weight")
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -237,7 +230,7 @@ class GPT(nn.Module):
         if c.positions == "learned":
             nn.init.normal_(self.position_embedding.weight, std=0.02)
         if not c.tied_embeddings:
-            nn.init.normal_(self.output.weight, std=0.02 if gpt2 else 0.001)
+            nn.init.normal_(self.lm_head.weight, std=0.02 if gpt2 else 0.001)
         for block in self.blocks:
             for layer, std in (
                 (block.attention.in_proj, read),

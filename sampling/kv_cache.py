@@ -1,7 +1,10 @@
-"""Places where the keys and values of earlier tokens are kept, and where the newest token looks at them.
+"""KV caches: keys and values of earlier tokens, kept so that a new token costs one token's work.
 
-A place has a fixed shape and is written in place, a slot a token; S slots are in use. Other letters as in
-model/attention.py; R = H / G query heads share a key head.
+    KVCache, BatchedKVCache    of a fixed capacity and written in place, a slot a token; with the attention of one
+                               query, for the fast step of sampling/decoder.py
+    DynamicCache               of any length, grown by concatenation; for GPT.forward
+
+Letters as in model/attention.py; S slots are in use, and R = H / G query heads share a key head.
 """
 
 from functools import lru_cache
@@ -13,25 +16,59 @@ from torch import Tensor
 BLOCK = 32  # slots whose keys lie transposed side by side
 
 
-def place_for(x: Tensor, H: int, G: int, slots: int) -> "Kept":
-    """The best place for tokens like x, (B, ..., D), with H query heads and G key heads, of which `slots` are kept."""
+class DynamicCache:
+    """Keys and values of all tokens so far in every layer: the `cache` of GPT.forward."""
+
+    def __init__(self, num_layers: int):
+        self.layers = [DynamicLayerCache() for _ in range(num_layers)]
+        self.length = 0  # tokens in it
+        self.prev_ids: Tensor | None = None  # the last of them, (B,)
+
+    def advance(self, ids: Tensor) -> None:
+        """Counts tokens (B, T) whose keys and values all layers have taken."""
+        self.length += ids.size(1)
+        self.prev_ids = ids[:, -1]
+
+    def expand(self, samples: int) -> None:
+        """One sequence becomes `samples` equal ones."""
+        self.prev_ids = self.prev_ids.expand(samples)
+        for layer in self.layers:
+            layer.keys, layer.values = (x.expand(samples, -1, -1, -1) for x in (layer.keys, layer.values))
+
+
+class DynamicLayerCache:
+    """Keys and values of all tokens so far in one layer, (B, G, S, D) each."""
+
+    def __init__(self):
+        self.keys = self.values = None
+
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds those of T more tokens, (B, G, T, D); returns all, (B, G, S, D)."""
+        if self.keys is not None:
+            k, v = torch.cat([self.keys, k], dim=2), torch.cat([self.values, v], dim=2)
+        self.keys, self.values = k, v
+        return k, v
+
+
+def make_kv_cache(x: Tensor, H: int, G: int, capacity: int) -> "KVCache":
+    """The best cache for tokens like x, (B, ..., D), with H query heads and G key heads, that keeps `capacity`."""
     if x.size(0) == 1:
-        return (KeptWithQueries if H == G else Kept)(x, H, G, slots)
+        return (QKVCache if H == G else KVCache)(x, H, G, capacity)
     many = x.device.type == "cpu" and x.dtype == torch.float32
-    return (KeptForMany if many else Kept)(x, H, G, slots)
+    return (BatchedKVCache if many else KVCache)(x, H, G, capacity)
 
 
-class Kept:
-    """For PyTorch's fused attention. The arguments are those of `place_for`."""
+class KVCache:
+    """For PyTorch's fused attention. The arguments are those of `make_kv_cache`."""
 
-    def __init__(self, x: Tensor, H: int, G: int, slots: int):
-        self.H, self.G, self.slots = H, G, slots
+    def __init__(self, x: Tensor, H: int, G: int, capacity: int):
+        self.H, self.G, self.capacity = H, G, capacity
         self.fitting = (x.size(0), x.dtype, x.device)
         self._allocate(x, x.size(0), x.size(-1))
 
     def _allocate(self, x: Tensor, B: int, D: int) -> None:
-        kept = x.new_empty(B, 2 * self.G, self.slots, D)  # [G keys | G values]
-        self.keys, self.values = kept.split(self.G, 1)  # (B, G, slots, D) each
+        kept = x.new_empty(B, 2 * self.G, self.capacity, D)  # [G keys | G values]
+        self.keys, self.values = kept.split(self.G, 1)  # (B, G, capacity, D) each
         self.in_slot = kept.unbind(2)  # for each slot a view (B, 2G, D)
 
     def fits(self, x: Tensor) -> bool:
@@ -39,10 +76,10 @@ class Kept:
         return self.fitting == (x.size(0), x.dtype, x.device)
 
     def fill(self, k: Tensor, v: Tensor) -> None:
-        """Keeps the last of T tokens, (B, G, T, D): token t in slot t % slots."""
+        """Keeps the last of T tokens, (B, G, T, D): token t in slot t % capacity."""
         T = k.size(2)
-        if self.slots < T:
-            k, v = (x[:, :, -self.slots :].roll(T, dims=2) for x in (k, v))
+        if self.capacity < T:
+            k, v = (x[:, :, -self.capacity :].roll(T, dims=2) for x in (k, v))
         self._put(k, v)
 
     def _put(self, k: Tensor, v: Tensor) -> None:
@@ -69,7 +106,7 @@ class Kept:
         return F.scaled_dot_product_attention(q, keys, values)
 
 
-class KeptWithQueries(Kept):
+class QKVCache(KVCache):
     """Keeps queries as well, which nobody needs later, and takes half as much memory again.
 
     But so all that `in_proj` makes of a token is put away by one operator, and operators are what a small model's step
@@ -77,7 +114,7 @@ class KeptWithQueries(Kept):
     """
 
     def _allocate(self, x: Tensor, B: int, D: int) -> None:
-        kept = x.new_empty(B, 3 * self.G, self.slots, D)  # [H queries | H keys | H values]
+        kept = x.new_empty(B, 3 * self.G, self.capacity, D)  # [H queries | H keys | H values]
         queries, self.keys, self.values = kept.split(self.G, 1)
         self.in_slot = kept.unbind(2)  # for each slot a view (B, 3H, D)
         self.query_in_slot = queries.unsqueeze(3).unbind(2)  # (B, H, 1, D)
@@ -88,7 +125,7 @@ class KeptWithQueries(Kept):
         return self._look(self.query_in_slot[slot], filled)
 
 
-class KeptForMany(Kept):
+class BatchedKVCache(KVCache):
     """For many sequences on a CPU, whose keys and values don't fit into the processor's caches.
 
     One query's attention is two weighted sums of rows: the values' rows, weighted by the scores; and before, if keys
@@ -97,8 +134,8 @@ class KeptForMany(Kept):
     """
 
     def _allocate(self, x: Tensor, B: int, D: int) -> None:
-        self.keys = x.new_empty(B, self.G, -(-self.slots // BLOCK), D, BLOCK)
-        self.values = x.new_empty(B, self.G, self.slots, D)
+        self.keys = x.new_empty(B, self.G, -(-self.capacity // BLOCK), D, BLOCK)
+        self.values = x.new_empty(B, self.G, self.capacity, D)
 
     def _put(self, k: Tensor, v: Tensor) -> None:
         blocks = F.pad(k.mT, (0, -k.size(2) % BLOCK)).unflatten(3, (-1, BLOCK))  # (B, G, D, blocks, BLOCK)
@@ -117,7 +154,7 @@ class KeptForMany(Kept):
         key_rows = rows(B, H, G, blocks * D, used * D).view(-1, D)  # (B H used, D)
         scores = weighted_sums(self.keys, key_rows, q)  # (B H used, BLOCK)
         weights = scores.view(B * H, -1).narrow(1, 0, filled).softmax(-1)  # (B H, S)
-        return weighted_sums(self.values, rows(B, H, G, self.slots, filled), weights).view(B, H, D)
+        return weighted_sums(self.values, rows(B, H, G, self.capacity, filled), weights).view(B, H, D)
 
 
 def weighted_sums(table: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from model.config import SamplingConfig
 from model.gpt import GPT
-from sampling.decoder import Decoder, dropped_when_full
+from sampling.decoder import Decoder, context_shift, evaluating
 
 
 def generate(network: GPT, prompt: list[int], config: SamplingConfig, sample_index: int = 0) -> Iterator[int]:
@@ -47,7 +47,7 @@ def generate_batch(
             for row, generator in zip(rows, generators, strict=True):
                 row.exponential_(generator=generator)
         if config.repetition_penalty != 1:
-            seen = decoder.seen
+            seen = decoder.context
         ids = draw(logits, config, noise, seen)  # (B,)
         yield ids, logits
         if left:
@@ -125,20 +125,18 @@ def score(network: GPT, ids: Tensor) -> Tensor:
         (N - 1,) float32, on the CPU.
     """
     device = next(network.parameters()).device
-    training = network.training
-    network.eval()
     inputs = ids[:-1]
     length = min(network.config.context_length, len(inputs))
-    stride = dropped_when_full(network.config.context_length)
+    stride = context_shift(network.config.context_length)
     strides = -(-(len(inputs) - length) // stride)
     windows = F.pad(inputs, (0, strides * stride + length - len(inputs))).unfold(0, length, stride)  # (W, length)
     targets = F.pad(ids[1:], (0, strides * stride + length - len(inputs))).unfold(0, length, stride)
     rows = max(1, (1 << 24) // (length * network.config.vocab_size))  # 64 MB of logits
     found = []
     for window, target in zip(windows.split(rows), targets.split(rows), strict=True):
-        logits = network.forward(window.to(device)).float()  # (rows, length, vocab_size)
+        with evaluating(network):
+            logits = network.forward(window.to(device)).float()  # (rows, length, vocab_size)
         found.append(-F.cross_entropy(logits.mT, target.to(device), reduction="none").cpu())  # (rows, length)
     found = torch.cat(found)
-    network.train(training)
     # Each window but the first only adds its last `stride` tokens: those before have been in view of an earlier one.
     return torch.cat([found[0], found[1:, length - stride :].flatten()])[: len(inputs)]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from model.attention import MultiHeadAttention, rope_tables, rotate, written_out_attention
+from model.attention import MultiHeadAttention, apply_rope, eager_attention, precompute_rope
 from system.errors import UserError
 
 D_MODEL, HEADS, HEAD_DIM, BATCH, QUERIES, KEYS = 24, 4, 6, 3, 5, 7
@@ -68,7 +68,7 @@ def test_heads_are_slices_of_the_projections():
 
 def test_heads_are_joined_side_by_side_before_the_output_projection():
     module, x = attention(), sequences(QUERIES)
-    heads, _ = written_out_attention(*module.project(x, None, None, None))
+    heads, _ = eager_attention(*module.project(x, None, None, None))
     joined = torch.cat([heads[:, h] for h in range(HEADS)], dim=-1)
     assert_close(module(x), joined @ module.out_proj.weight.T + module.out_proj.bias)
 
@@ -195,7 +195,7 @@ def test_causal_is_the_triangular_mask():
 def test_masked_scores_are_minus_infinity_before_the_softmax(mask, expected):
     mask = torch.tensor(mask)
     q, k, v = torch.ones(1, 1, 1, 1), torch.tensor([[[[2.0], [1.0], [0.0]]]]), torch.eye(3)[None, None]
-    output, weights = written_out_attention(q, k, v, mask)  # scores are [2, 1, 0]; the output shows the weights
+    output, weights = eager_attention(q, k, v, mask)  # scores are [2, 1, 0]; the output shows the weights
     assert_close(weights[0, 0, 0], torch.tensor(expected), atol=0.0005, rtol=0)
     assert_close(output, weights)
     assert (weights[..., mask == 0] == 0).all()
@@ -204,13 +204,13 @@ def test_masked_scores_are_minus_infinity_before_the_softmax(mask, expected):
 
 def test_a_hidden_key_gets_nothing_however_low_the_visible_scores():
     q, k, v = torch.ones(1, 1, 1, 1), torch.tensor([[[[-1e30], [0.0]]]]), torch.eye(2)[None, None]
-    _, weights = written_out_attention(q, k, v, torch.tensor([1, 0]))
+    _, weights = eager_attention(q, k, v, torch.tensor([1, 0]))
     assert weights.flatten().tolist() == [1, 0]
 
 
 def test_scores_are_divided_by_the_root_of_the_head_width():
     q, k = torch.randn(2, 3, QUERIES, 16), torch.randn(2, 3, KEYS, 16)
-    _, weights = written_out_attention(q, k, k)
+    _, weights = eager_attention(q, k, k)
     assert_close(weights, torch.einsum("bhtd,bhsd->bhts", q, k).div(4).softmax(-1))
 
 
@@ -297,7 +297,7 @@ def test_both_paths_equal_torch_multi_head_attention_forward_and_gradient(case, 
 @pytest.mark.parametrize("causal", [False, True], ids=["unmasked", "causal"])
 def test_fast_path_equals_written_out_path_with_every_option(causal, positions, qk_norm_eps, num_kv_heads):
     module, x = attention(num_kv_heads, qk_norm_eps=qk_norm_eps), sequences(QUERIES).requires_grad_()
-    rope = rope_tables(QUERIES, HEAD_DIM, 100.0) if positions == "rope" else None
+    rope = precompute_rope(QUERIES, HEAD_DIM, 100.0) if positions == "rope" else None
     fast = module(x, causal=causal, rope=rope)
     written_out, weights = module(x, causal=causal, rope=rope, need_weights=True)
     assert weights.shape == (BATCH, HEADS, QUERIES, QUERIES)
@@ -348,14 +348,14 @@ def test_rotation_is_multiplication_by_a_complex_number(head_dim, base):
             angle = position * base ** (-2 * pair / head_dim)
             number = torch.complex(x[:, position, :, pair], x[:, position, :, pair + head_dim // 2])
             turned[:, position, :, pair] = number * complex(math.cos(angle), math.sin(angle))
-    assert_close(rotate(x, *rope_tables(length, head_dim, base)), torch.cat([turned.real, turned.imag], dim=-1))
+    assert_close(apply_rope(x, *precompute_rope(length, head_dim, base)), torch.cat([turned.real, turned.imag], dim=-1))
 
 
 def test_scores_depend_on_the_distance_between_two_tokens_alone():
     length, head_dim = 12, 16
     q, k = torch.randn(1, 1, 1, head_dim), torch.randn(1, 1, 1, head_dim)
-    tables = rope_tables(length, head_dim, 10_000.0)
-    q, k = (rotate(x.expand(1, length, 1, head_dim), *tables)[0, :, 0] for x in (q, k))
+    tables = precompute_rope(length, head_dim, 10_000.0)
+    q, k = (apply_rope(x.expand(1, length, 1, head_dim), *tables)[0, :, 0] for x in (q, k))
     scores = q @ k.T  # the same two vectors at every pair of positions
     by_distance = [scores.diagonal(distance) for distance in range(1 - length, length)]
     for same_distance in by_distance:
@@ -375,6 +375,6 @@ def test_rope_equals_that_of_transformers():
     q, k = torch.randn(2, length, 3, head_dim), torch.randn(2, length, 3, head_dim)
     cos, sin = llama.LlamaRotaryEmbedding(config)(q, torch.arange(length)[None])
     expected = llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
-    tables = rope_tables(length, head_dim, 500.0)
-    assert_close(rotate(q, *tables), expected[0])
-    assert_close(rotate(k, *tables), expected[1])
+    tables = precompute_rope(length, head_dim, 500.0)
+    assert_close(apply_rope(q, *tables), expected[0])
+    assert_close(apply_rope(k, *tables), expected[1])

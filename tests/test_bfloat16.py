@@ -13,8 +13,8 @@ import training.setup
 import training.trainer
 from model.config import GPTConfig
 from model.gpt import GPT
-from model.kernels.bfloat16 import BFLOAT16_PRODUCTS, bfloat16_products, made_in_bfloat16, products_in
-from model.kernels.linear import Linear
+from model.kernels.bfloat16 import BF16_MATMUL, bf16_matmul, is_bf16_matmul, matmul_precision
+from model.layers import Linear
 from system.errors import UserError
 from training.trainer import best_precision, build_trainer, resolve
 
@@ -34,7 +34,7 @@ def loss_and_gradients(network: GPT, ids: torch.Tensor) -> tuple[torch.Tensor, d
 def test_a_layer_rounds_what_it_multiplies_and_nothing_else(shape, bias):
     torch.manual_seed(0)
     layer, x = Linear(16, 24, bias=bias), torch.randn(shape, requires_grad=True)
-    with bfloat16_products():
+    with bf16_matmul():
         y = layer(x)
     expected = F.linear(x.bfloat16(), layer.weight.bfloat16()).float()
     assert_close(y, expected + layer.bias if bias else expected, atol=0, rtol=0)
@@ -55,7 +55,7 @@ def test_every_matrix_of_a_network_takes_part_and_stays_close_to_float32(family)
     network = GPT(GPTConfig(vocab_size=50, **{**TINY, **family}))
     ids = torch.randint(50, (4, 17))
     exact_loss, exact = loss_and_gradients(network, ids)
-    with bfloat16_products():
+    with bf16_matmul():
         loss, gradients = loss_and_gradients(network, ids)
     assert_close(loss, exact_loss, atol=0, rtol=5e-3)
     for name, gradient in gradients.items():
@@ -68,7 +68,7 @@ def test_outside_of_the_context_nothing_changes():
     torch.manual_seed(0)
     network, ids = GPT(GPTConfig(vocab_size=50, **TINY)), torch.randint(50, (4, 17))
     before = loss_and_gradients(network, ids)
-    with pytest.raises(KeyError), bfloat16_products():
+    with pytest.raises(KeyError), bf16_matmul():
         raise KeyError
     after = loss_and_gradients(network, ids)
     assert torch.equal(before[0], after[0])
@@ -76,16 +76,16 @@ def test_outside_of_the_context_nothing_changes():
 
 
 def test_other_types_are_left_alone():
-    with bfloat16_products():
+    with bf16_matmul():
         for dtype in (torch.float64, torch.bfloat16, torch.float16):
             x = torch.randn(4, 16, dtype=dtype)
-            assert not made_in_bfloat16(x, x)
-            assert Linear(16, 8).to(dtype)(x).dtype == dtype
+            layer = Linear(16, 8).to(dtype)
+            assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
 
 
 def test_second_derivative_is_refused_and_never_wrong():
     layer, x = Linear(16, 16), torch.randn(2, 3, 16, requires_grad=True)
-    with bfloat16_products():
+    with bf16_matmul():
         y = layer(x)
     (grad,) = torch.autograd.grad(y.tanh().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -94,8 +94,8 @@ def test_second_derivative_is_refused_and_never_wrong():
 
 @pytest.mark.parametrize("has_units", [True, False])
 def test_auto_takes_it_where_the_processor_has_units(monkeypatch, has_units):
-    monkeypatch.setattr(training.trainer, "has_bfloat16_units", lambda: has_units)
-    assert best_precision(CPU) == (BFLOAT16_PRODUCTS if has_units else "32-true")
+    monkeypatch.setattr(training.trainer, "has_bf16_units", lambda: has_units)
+    assert best_precision(CPU) == (BF16_MATMUL if has_units else "32-true")
     options = {"precision": "auto", "max_steps": 1, "accelerator": "cpu"}
     assert resolve(options)["precision"] == best_precision(CPU)
     assert resolve(options | {"precision": "32-true"})["precision"] == "32-true"
@@ -103,13 +103,13 @@ def test_auto_takes_it_where_the_processor_has_units(monkeypatch, has_units):
 
 def test_elsewhere_than_on_a_cpu_it_is_refused(monkeypatch):
     monkeypatch.setattr(training.trainer, "expected_device", lambda options: CUDA)
-    with pytest.raises(UserError, match=r"bf16-products.*32-true"):
-        resolve({"precision": BFLOAT16_PRODUCTS, "max_steps": 1})
+    with pytest.raises(UserError, match=r"bf16-matmul.*32-true"):
+        resolve({"precision": BF16_MATMUL, "max_steps": 1})
 
 
 def test_a_precision_that_does_not_exist_is_refused_with_all_that_do(refuse, tiny):
     error = refuse("train", *tiny, "trainer.max_steps=1", "trainer.precision=bf16_products")
-    assert all(name in error for name in ("'bf16_products'", "32-true", "bf16-mixed", "auto", BFLOAT16_PRODUCTS))
+    assert all(name in error for name in ("'bf16_products'", "32-true", "bf16-mixed", "auto", BF16_MATMUL))
 
 
 @pytest.mark.parametrize("options", [{}, {"precision": None}])
@@ -119,13 +119,13 @@ def test_where_no_precision_is_given_it_is_float32(options):
 
 
 def test_compiled_a_network_trains_in_float32(train_here, monkeypatch):
-    monkeypatch.setattr(training.trainer, "has_bfloat16_units", lambda: True)
+    monkeypatch.setattr(training.trainer, "has_bf16_units", lambda: True)
     monkeypatch.setattr(training.setup, "compile_if_wanted", lambda *args: None)  # it takes a minute
     assert "in 32-true" in train_here("compile=true", "trainer.max_steps=1").stdout
 
 
-def test_compiled_and_in_bfloat16_products_is_refused(refuse, tiny):
-    error = refuse("train", *tiny, "compile=true", "trainer.max_steps=1", f"trainer.precision={BFLOAT16_PRODUCTS}")
+def test_compiled_and_in_bf16_matmul_is_refused(refuse, tiny):
+    error = refuse("train", *tiny, "compile=true", "trainer.max_steps=1", f"trainer.precision={BF16_MATMUL}")
     assert "compile=false" in error and "trainer.precision=auto" in error
 
 
@@ -152,7 +152,7 @@ class Watching(LightningModule):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("precision", [BFLOAT16_PRODUCTS, "32-true"])
+@pytest.mark.parametrize("precision", [BF16_MATMUL, "32-true"])
 def test_lightning_trains_in_it_and_validates_in_float32(precision, tmp_path, caplog):
     caplog.set_level(logging.ERROR)
     torch.manual_seed(0)
@@ -165,13 +165,12 @@ def test_lightning_trains_in_it_and_validates_in_float32(precision, tmp_path, ca
     module = Watching()
     trainer.fit(module, loader, loader)
     assert trainer.precision == precision
-    assert module.seen == {"training": precision == BFLOAT16_PRODUCTS, "validation": False}
+    assert module.seen == {"training": precision == BF16_MATMUL, "validation": False}
 
 
 def test_only_its_own_name_switches_it_on():
-    x = torch.randn(2, 2)
     for precision in ("32-true", "bf16-mixed", "64-true"):
-        with products_in(precision):
-            assert not made_in_bfloat16(x, x)
-    with products_in(BFLOAT16_PRODUCTS):
-        assert made_in_bfloat16(x, x)
+        with matmul_precision(precision):
+            assert not is_bf16_matmul()
+    with matmul_precision(BF16_MATMUL):
+        assert is_bf16_matmul()

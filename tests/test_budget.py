@@ -295,7 +295,7 @@ def test_two_devices_with_a_budget_are_refused_by_name(refuse, text_file, cache_
     assert "2 devices" in error and "budget" in error and "trainer.max_steps" in error
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-products"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-matmul"])
 def test_measuring_the_speed_leaves_the_random_state_alone(precision):
     states = torch.random.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     assert 0 < measured_speed.__wrapped__(torch.device("cpu"), precision) < math.inf

@@ -15,7 +15,7 @@ from benchmarks.growth import fit_growth, where_equal
 from benchmarks.memory_of import measure_memory
 from benchmarks.workload import WrittenOut, attention_pass
 from configs.cli import compose
-from model.attention import written_out_attention
+from model.attention import eager_attention
 from model.config import GPTConfig
 from model.flops import (
     IMPLEMENTATIONS,
@@ -86,7 +86,7 @@ def test_attention_operations_are_those_that_torch_counts():
     c = config(num_layers=1)
     q, k, v = (torch.randn(1, c.num_heads, T, c.head_dim) for _ in range(3))
     with FlopCounterMode(display=False) as counter:
-        written_out_attention(q, k, v)
+        eager_attention(q, k, v)
     assert attention_flops(c, T, "written_out") == counter.get_total_flops()
 
 

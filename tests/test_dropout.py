@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from model.kernels.dropout import Dropout
+from model.layers import Dropout
 
 
 @pytest.mark.parametrize("p", [0.05, 0.1, 0.5, 0.9])

@@ -44,7 +44,7 @@ def gpt2(config: GPTConfig) -> nn.Module:
 def from_gpt2(theirs: Named, config: GPTConfig) -> Named:
     ours = {
         "token_embedding.weight": theirs["transformer.wte.weight"],
-        "output.weight": theirs["transformer.wte.weight"],
+        "lm_head.weight": theirs["transformer.wte.weight"],
         "position_embedding.weight": theirs["transformer.wpe.weight"],
         "final_norm.weight": theirs["transformer.ln_f.weight"],
         "final_norm.bias": theirs["transformer.ln_f.bias"],
@@ -85,7 +85,7 @@ def from_llama(theirs: Named, config: GPTConfig) -> Named:
     ours = {
         "token_embedding.weight": theirs["model.embed_tokens.weight"],
         "final_norm.weight": theirs["model.norm.weight"],
-        "output.weight": theirs["lm_head.weight"],
+        "lm_head.weight": theirs["lm_head.weight"],
     }
     for i in range(config.num_layers):
         layer = {k.removeprefix(f"model.layers.{i}."): v for k, v in theirs.items() if f".layers.{i}." in k}
@@ -123,7 +123,7 @@ def from_nanochat(theirs: Named, config: GPTConfig) -> Named:
 
     ours = {
         "token_embedding.weight": theirs["model.embed_tokens.weight"],
-        "output.weight": theirs["lm_head.weight"],
+        "lm_head.weight": theirs["lm_head.weight"],
     }
     for i in range(config.num_layers):
         q, k, v, o = (theirs[f"model.layers.{i}.self_attn.{x}_proj.weight"] for x in "qkvo")

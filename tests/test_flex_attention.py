@@ -12,9 +12,14 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.testing import assert_close
 
-from model.kernels import flex_attention
-from model.kernels import sliding_window as windowed_attention
-from model.kernels.flex_attention import BLOCK, band_blocks, flex_windowed_attention, flex_works, goes_through_flex
+from model.kernels import flex_attention, sliding_window
+from model.kernels.flex_attention import (
+    BLOCK,
+    band_blocks,
+    flex_sliding_window_attention,
+    flex_works,
+    takes_flex_attention,
+)
 from tests.test_windowed_attention import HEADS, band, inputs
 
 WINDOWS = [1, 2, 100, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 300, 4 * BLOCK - 1]
@@ -38,7 +43,7 @@ def values(length: int, num_kv_heads: int = HEADS):
 def test_result_is_that_of_full_attention_under_a_band_mask(window, num_kv_heads):
     q, k, v = values(4 * BLOCK, num_kv_heads)
     expected = F.scaled_dot_product_attention(q, k, v, band(4 * BLOCK, window), enable_gqa=True)
-    assert_close(flex_windowed_attention(q, k, v, window), expected, atol=1e-5, rtol=1e-5)
+    assert_close(flex_sliding_window_attention(q, k, v, window), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -69,7 +74,7 @@ def test_blocks_made_in_a_validation_can_be_used_in_training():
 
 def test_a_compiled_network_takes_it_in_whole():
     q, k, v = values(2 * BLOCK, 2)
-    compiled = torch.compile(flex_windowed_attention, backend="eager", fullgraph=True)
+    compiled = torch.compile(flex_sliding_window_attention, backend="eager", fullgraph=True)
     expected = F.scaled_dot_product_attention(q, k, v, band(2 * BLOCK, 50), enable_gqa=True)
     assert_close(compiled(q, k, v, 50), expected, atol=1e-5, rtol=1e-5)
 
@@ -78,7 +83,7 @@ def test_a_compiled_network_takes_it_in_whole():
 def test_under_autocast_it_takes_mixed_inputs_and_rounds_as_sdpa_does():
     q, k, v = values(2 * BLOCK)
     with torch.autocast("cpu", torch.bfloat16):
-        found = flex_windowed_attention(q, k, v.bfloat16(), 50)
+        found = flex_sliding_window_attention(q, k, v.bfloat16(), 50)
     assert found.dtype == torch.bfloat16
     expected = F.scaled_dot_product_attention(q, k, v, band(2 * BLOCK, 50))
     assert_close(found.float(), expected, atol=0.05, rtol=0.05)
@@ -107,7 +112,7 @@ def test_it_is_taken_on_cuda_without_dropout_where_it_works(monkeypatch, is_cuda
     monkeypatch.setattr(flex_attention, "flex_works", lambda *arguments: works)
     shape = (2, HEADS, length, 16)
     q = SimpleNamespace(is_cuda=is_cuda, size=lambda n: shape[n], device="cuda", dtype=torch.float32)
-    assert goes_through_flex(q, dropout) is taken
+    assert takes_flex_attention(q, dropout) is taken
 
 
 @pytest.mark.parametrize("taken", [True, False])
@@ -117,12 +122,12 @@ def test_both_ways_of_a_window_give_the_same(monkeypatch, taken):
 
     def counted(*arguments):
         calls.append(arguments)
-        return flex_windowed_attention(*arguments)
+        return flex_sliding_window_attention(*arguments)
 
-    monkeypatch.setattr(windowed_attention, "goes_through_flex", lambda q, dropout_p: taken)
-    monkeypatch.setattr(windowed_attention, "flex_windowed_attention", counted)
+    monkeypatch.setattr(sliding_window, "takes_flex_attention", lambda q, dropout: taken)
+    monkeypatch.setattr(sliding_window, "flex_sliding_window_attention", counted)
     expected = F.scaled_dot_product_attention(q, k, v, band(4 * BLOCK, 60), enable_gqa=True)
-    assert_close(windowed_attention.windowed_attention(q, k, v, 60), expected, atol=1e-5, rtol=1e-5)
+    assert_close(sliding_window.sliding_window_attention(q, k, v, 60), expected, atol=1e-5, rtol=1e-5)
     assert len(calls) == taken
 
 
@@ -133,8 +138,8 @@ def test_on_a_gpu_result_and_gradients_are_those_under_a_band_mask(num_kv_heads)
     for on_flex in (True, False):
         q, k, v = (torch.cat([x, x], -1).detach().cuda().requires_grad_() for x in inputs(4 * BLOCK, num_kv_heads)[:3])
         if on_flex:  # heads of 16: the kernel takes no smaller
-            assert goes_through_flex(q, 0.0)
-            output = windowed_attention.windowed_attention(q, k, v, 200)
+            assert takes_flex_attention(q, 0.0)
+            output = sliding_window.sliding_window_attention(q, k, v, 200)
         else:
             output = F.scaled_dot_product_attention(q, k, v, band(4 * BLOCK, 200).cuda(), enable_gqa=True)
         found.append([output, *torch.autograd.grad(output.square().sum(), (q, k, v))])

@@ -19,7 +19,7 @@ from data.config import TokenizerConfig
 from data.tokenizer import build_tokenizer
 from model.config import GPTConfig, SamplingConfig
 from model.gpt import GPT
-from sampling.decoder import Decoder, dropped_when_full
+from sampling.decoder import Decoder, context_shift
 from sampling.sampler import generate, generate_batch, log_probabilities, probabilities, score
 from sampling.text import TextStream
 from system.errors import UserError
@@ -56,7 +56,7 @@ def network(context_length: int = 320, **fields) -> GPT:
 def in_view(ids: list[int], context_length: int) -> list[int]:
     """What the model sees of a text, by the rule in sampling/decoder.py."""
     while len(ids) > context_length:
-        ids = ids[dropped_when_full(context_length) :]
+        ids = ids[context_shift(context_length) :]
     return ids
 
 
@@ -132,11 +132,14 @@ def test_cache_keeps_its_place_in_memory():
     with torch.inference_mode():
         decoder = Decoder(gpt)
         decoder.prefill(torch.tensor([[1, 2]]))
-        places = [(layer.kept.keys.data_ptr(), layer.kept.values.data_ptr()) for layer in decoder.layers]
+        blocks = decoder.backend.blocks
+        places = [(block.cache.keys.data_ptr(), block.cache.values.data_ptr()) for block in blocks]
         for _ in range(50):
             decoder.step(torch.tensor([3]))
-        assert [layer.kept.keys.size(2) for layer in decoder.layers] == [5, 16]
-        assert places == [(layer.kept.keys.data_ptr(), layer.kept.values.data_ptr()) for layer in decoder.layers]
+        assert [block.cache.keys.size(2) for block in blocks] == [5, 16]
+        assert places == [
+            (block.cache.keys.data_ptr(), block.cache.values.data_ptr()) for block in decoder.backend.blocks
+        ]
 
 
 def test_writing_leaves_the_network_as_it_was():

@@ -170,7 +170,7 @@ INIT_STD = {
     },
     "llama": {
         "token_embedding": 0.02,
-        "output": 0.02,
+        "lm_head": 0.02,
         "in_proj": 0.02,
         "out_proj": WRITE,
         "up": 0.02,
@@ -178,7 +178,7 @@ INIT_STD = {
     },
     "nanochat": {
         "token_embedding": 1,
-        "output": 0.001,
+        "lm_head": 0.001,
         "in_proj": 128**-0.5,
         "out_proj": 0,
         "up": 128**-0.5,
@@ -258,7 +258,7 @@ def test_every_mlp_has_about_as_many_weights():
 
 def test_tied_embedding_is_one_parameter():
     tied = GPT(GPTConfig(**TINY, tied_embeddings=True))
-    assert tied.output.weight is tied.token_embedding.weight
+    assert tied.lm_head.weight is tied.token_embedding.weight
     untied = GPT(GPTConfig(**TINY, tied_embeddings=False))
     assert untied.num_parameters() - tied.num_parameters() == 50 * 32
     tied.token_embedding.weight.data.zero_()
@@ -275,6 +275,16 @@ def test_every_parameter_learns(name):
 
 def test_rope_tables_are_no_part_of_a_checkpoint():
     assert not [key for key in GPT(family("llama", **TINY)).state_dict() if "rope" in key]
+
+
+def test_weights_load_by_the_former_name_of_the_output_layer():
+    gpt = GPT(family("llama", **TINY))
+    weights = gpt.state_dict()
+    weights["output.weight"] = weights.pop("lm_head.weight") + 1
+    gpt.load_state_dict(weights)
+    assert torch.equal(gpt.lm_head.weight, weights["output.weight"])
+    wrapper = nn.ModuleDict({"network": gpt})  # as in a checkpoint of training
+    wrapper.load_state_dict({f"network.{name}": weight for name, weight in weights.items()})
 
 
 def test_soft_cap_bounds_the_logits():

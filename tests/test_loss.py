@@ -10,7 +10,8 @@ import model.kernels.cross_entropy
 import model.kernels.onednn
 from model.config import GPTConfig
 from model.gpt import GPT
-from model.kernels.cross_entropy import CHUNK_ROWS, output_loss
+from model.kernels.cross_entropy import CHUNK_ROWS, fused_linear_cross_entropy
+from model.layers import cross_entropy
 
 V, C = 301, 24
 
@@ -25,8 +26,8 @@ def library(request, monkeypatch):
 
 @pytest.fixture
 def chunked(monkeypatch):
-    """Whether each call of `output_loss` went in chunks, in order; only filled by calls that did."""
-    calls, apply = [], model.kernels.cross_entropy._OutputLoss.apply
+    """Whether each call of `cross_entropy` went in chunks, in order; only filled by calls that did."""
+    calls, apply = [], model.kernels.cross_entropy._LinearCrossEntropy.apply
 
     class Noting:
         @staticmethod
@@ -34,7 +35,7 @@ def chunked(monkeypatch):
             calls.append(inputs)
             return apply(*inputs)
 
-    monkeypatch.setattr(model.kernels.cross_entropy, "_OutputLoss", Noting)
+    monkeypatch.setattr(model.kernels.cross_entropy, "_LinearCrossEntropy", Noting)
     return calls
 
 
@@ -50,7 +51,7 @@ def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 def assert_same(x: Tensor, weight: Tensor, targets: Tensor, factor: float = 1.0, tolerance: float = 1e-5) -> None:
     """Loss and both gradients, as the plain way finds them."""
-    losses = output_loss(x, weight, targets), plain(x, weight, targets)
+    losses = fused_linear_cross_entropy(x, weight, targets), plain(x, weight, targets)
     assert_close(*losses, atol=0, rtol=tolerance)
     ours, expected = (torch.autograd.grad(factor * loss, (x, weight)) for loss in losses)
     for gradient, exact in zip(ours, expected, strict=True):
@@ -67,14 +68,14 @@ def test_loss_and_gradients_are_those_of_pytorch_whatever_the_rows(library, chun
 def test_float64_is_exact(chunked):
     assert_same(*inputs(CHUNK_ROWS + 3, torch.float64), tolerance=1e-12)
     x, weight, targets = inputs(4, torch.float64)
-    assert torch.autograd.gradcheck(lambda x, weight: output_loss(x, weight, targets), (x, weight))
+    assert torch.autograd.gradcheck(lambda x, weight: fused_linear_cross_entropy(x, weight, targets), (x, weight))
     assert len(chunked) > 2
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-6, 1e3, 1e30])
 def test_logits_of_any_size_are_no_overflow(library, scale):
     x, weight, targets = inputs(CHUNK_ROWS + 3, scale=scale)
-    assert output_loss(x, weight, targets).isfinite()
+    assert fused_linear_cross_entropy(x, weight, targets).isfinite()
     assert_same(x, weight, targets)
 
 
@@ -86,21 +87,21 @@ def test_gradients_follow_what_the_loss_is_multiplied_by(library, factor):
 def test_inputs_are_left_as_they_were(library):
     x, weight, targets = inputs(40)
     before = x.detach().clone(), weight.detach().clone(), targets.clone()
-    output_loss(x, weight, targets).backward()
+    fused_linear_cross_entropy(x, weight, targets).backward()
     assert all(torch.equal(a, b) for a, b in zip((x, weight, targets), before, strict=True))
 
 
 def test_a_weight_or_an_input_that_does_not_learn_is_no_trouble(library):
     x, weight, targets = inputs(40)
-    output_loss(x.detach(), weight, targets).backward()
+    fused_linear_cross_entropy(x.detach(), weight, targets).backward()
     assert weight.grad.any() and x.grad is None
     with torch.no_grad():
-        assert_close(output_loss(x, weight, targets), plain(x, weight, targets))
+        assert_close(fused_linear_cross_entropy(x, weight, targets), plain(x, weight, targets))
 
 
 def test_second_derivative_is_refused_and_not_wrong(library):
     x, weight, targets = inputs(40)
-    (gradient,) = torch.autograd.grad(output_loss(x, weight, targets).square(), x, create_graph=True)
+    (gradient,) = torch.autograd.grad(fused_linear_cross_entropy(x, weight, targets).square(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         gradient.sum().backward()
 
@@ -111,7 +112,7 @@ def test_loss_that_is_no_number_shows(library):
         with torch.no_grad():
             spoilt = x.clone()
             spoilt[-1, 0] = bad
-            assert not output_loss(spoilt, weight, targets).isfinite()
+            assert not fused_linear_cross_entropy(spoilt, weight, targets).isfinite()
 
 
 # Where the plain way is taken
@@ -120,19 +121,19 @@ def test_loss_that_is_no_number_shows(library):
 def test_under_autocast_it_is_the_plain_one(chunked):
     x, weight, targets = inputs(CHUNK_ROWS + 3)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(output_loss(x, weight, targets), plain(x, weight, targets))
+        assert torch.equal(cross_entropy(x, weight, targets), plain(x, weight, targets))
     assert chunked == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_half_precision_it_is_the_plain_one(chunked, dtype):
     x, weight, targets = inputs(CHUNK_ROWS + 3, dtype)
-    assert torch.equal(output_loss(x, weight, targets), plain(x, weight, targets))
+    assert torch.equal(cross_entropy(x, weight, targets), plain(x, weight, targets))
     assert chunked == []
 
 
 def test_compiled_it_is_the_plain_one(chunked):
-    compiled = torch.compile(output_loss, backend="eager", fullgraph=True)
+    compiled = torch.compile(cross_entropy, backend="eager", fullgraph=True)
     assert_close(compiled(*inputs(40)), plain(*inputs(40)))
     assert chunked == []
 

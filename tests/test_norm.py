@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from model.kernels.norm import RMSNorm, rms_norm
+from model.layers import RMSNorm, rms_norm
 
 
 @pytest.mark.parametrize("shape", [(4, 7, 32), (5, 1), (2, 3, 4, 8), (0, 16)])

@@ -7,11 +7,13 @@ from torch import library
 
 import model.kernels.onednn
 import training.optim
-from model.attention import fused_attention, written_out_attention
+from model.attention import eager_attention, sdpa_attention
 from model.config import GPTConfig
 from model.gpt import GPT
-from model.kernels.linear import SMALL, SMALL_FROM_MEMORY, Linear, linear, packed, small_matrix
-from model.kernels.onednn import prefer_onednn, short_attention
+from model.kernels.attention import MIN_LENGTH, short_attention
+from model.kernels.onednn import prefer_onednn
+from model.layers import Linear, linear
+from sampling.fast_copy import SMALL, SMALL_FROM_MEMORY, packed, small_matrix
 from training.optim import MuonAdamW, orthogonalise
 
 
@@ -43,9 +45,9 @@ def test_output_and_gradients_equal_pytorchs_linear(onednn, shape, bias):
 @pytest.mark.parametrize("part", ["linear", "short attention", "long attention"])
 def test_second_derivative_is_refused_and_never_wrong(onednn, part):
     layer, x = Linear(16, 16), torch.randn(2, 3, 16, requires_grad=True)
-    q = torch.randn(1, 2, 8 if part == "short attention" else model.kernels.onednn.MIN_LENGTH, 4, requires_grad=True)
+    q = torch.randn(1, 2, 8 if part == "short attention" else MIN_LENGTH, 4, requires_grad=True)
     inputs = x if part == "linear" else q
-    y = layer(x) if part == "linear" else fused_attention(q, q, q, causal=True)
+    y = layer(x) if part == "linear" else sdpa_attention(q, q, q, causal=True)
     (grad,) = torch.autograd.grad(y.tanh().sum(), inputs, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.square().sum().backward()
@@ -110,12 +112,12 @@ def test_the_choice_is_a_fact_of_the_machine():
 @pytest.mark.parametrize("masked", [True, False])
 def test_long_attention_and_its_gradients_keep_float32_precision(onednn, kv_heads, masked):
     torch.manual_seed(0)
-    T = model.kernels.onednn.MIN_LENGTH
+    T = MIN_LENGTH
     q = torch.randn(1, 4, T, 16, requires_grad=True)
     k, v = (torch.randn(1, kv_heads, T, 16, requires_grad=True) for _ in range(2))
     causal = torch.ones(T, T, dtype=torch.bool).tril()
-    ours = fused_attention(q, k, v, causal) if masked else fused_attention(q, k, v, causal=True)
-    exact = written_out_attention(q.double(), k.double(), v.double(), causal)[0].float()
+    ours = sdpa_attention(q, k, v, causal) if masked else sdpa_attention(q, k, v, causal=True)
+    exact = eager_attention(q.double(), k.double(), v.double(), causal)[0].float()
     torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-5)
     grad = torch.randn_like(exact)
     for our_grad, exact_grad in zip(
@@ -124,14 +126,14 @@ def test_long_attention_and_its_gradients_keep_float32_precision(onednn, kv_head
         torch.testing.assert_close(our_grad, exact_grad, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("T", [1, 7, 64, model.kernels.onednn.MIN_LENGTH - 1])
+@pytest.mark.parametrize("T", [1, 7, 64, MIN_LENGTH - 1])
 def test_short_attention_and_its_gradients_keep_float32_precision(onednn, T):
     torch.manual_seed(0)
     qkv = torch.randn(2, T, 3, 4, 16, requires_grad=True)
     q, k, v = qkv.transpose(1, 3).unbind(2)  # (B, H, T, D), strided as the model's are
     causal = torch.ones(T, T, dtype=torch.bool).tril()
-    ours = fused_attention(q, k, v, causal=True)
-    exact = written_out_attention(q.double(), k.double(), v.double(), causal)[0].float()
+    ours = sdpa_attention(q, k, v, causal=True)
+    exact = eager_attention(q.double(), k.double(), v.double(), causal)[0].float()
     torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-5)
     grad = torch.randn_like(exact)
     (our_grad,), (exact_grad,) = (torch.autograd.grad(heads, qkv, grad, retain_graph=True) for heads in (ours, exact))
@@ -169,8 +171,8 @@ def test_orthogonalising_keeps_float32_precision(onednn):
 
 
 def test_the_precision_setting_is_left_as_it_was(onednn):
-    q = torch.randn(1, 1, model.kernels.onednn.MIN_LENGTH, 8, requires_grad=True)
-    fused_attention(q, q, q, causal=True).sum().backward()
+    q = torch.randn(1, 1, MIN_LENGTH, 8, requires_grad=True)
+    sdpa_attention(q, q, q, causal=True).sum().backward()
     assert torch.get_float32_matmul_precision() == "highest"
     assert torch.isfinite(q.grad).all()
     with pytest.raises(ZeroDivisionError), prefer_onednn():

@@ -73,7 +73,7 @@ def assert_same_run(events, one, other):
 
 EPOCHS = ("tokenizer=byte", "tokenizer.vocab_size=null", "data.batch_size=24", "trainer.max_epochs=3")  # of 11 batches
 ADAMW = ("optimizer=adamw", "model.dropout=0.2")
-BFLOAT16 = "trainer.precision=bf16-products"  # on machines without units for it too
+BFLOAT16 = "trainer.precision=bf16-matmul"  # on machines without units for it too
 ACCUMULATING = ("trainer.max_steps=8", "trainer.accumulate_grad_batches=4", "trainer.val_check_interval=6")
 
 

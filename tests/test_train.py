@@ -105,7 +105,7 @@ def test_log_holds_what_the_screen_showed(tiny_run):
 
 def test_run_picks_the_device_that_is_there_and_says_which(tiny_run):
     device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    assert re.search(rf"; on {device}(:0)? in (32-true|bf16-products|bf16-mixed)\n", tiny_run.stdout)
+    assert re.search(rf"; on {device}(:0)? in (32-true|bf16-matmul|bf16-mixed)\n", tiny_run.stdout)
 
 
 def test_log_says_what_loss_to_expect_at_the_start(tiny_run):

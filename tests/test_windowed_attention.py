@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from model.attention import MultiHeadAttention
 from model.config import GPTConfig, SamplingConfig
 from model.gpt import GPT
-from model.kernels.sliding_window import windowed_attention
+from model.layers import sliding_window_attention
 from sampling.sampler import generate
 from system.errors import UserError
 
@@ -73,7 +73,7 @@ def random_ids(length: int = CONTEXT, batch: int = 2) -> Tensor:
 @example(length=1024, window=16, num_kv_heads=2, batch=2)  # sequences long enough to be taken one at a time
 def test_result_and_gradients_are_those_of_full_attention_under_a_band_mask(length, window, num_kv_heads, batch):
     q, k, v, upstream = inputs(length, num_kv_heads, batch)
-    output = windowed_attention(q, k, v, window)
+    output = sliding_window_attention(q, k, v, window)
     ours = [output, *torch.autograd.grad(output, (q, k, v), upstream)]
 
     q, k, v, upstream = inputs(length, num_kv_heads, batch)
@@ -89,7 +89,7 @@ def test_result_and_gradients_are_those_of_full_attention_under_a_band_mask(leng
 def test_gradients_are_those_of_finite_differences():
     q, k, v, _ = inputs(80, num_kv_heads=2, batch=1, dtype=torch.float64)
     q, k, v = (x[..., :2].detach().requires_grad_() for x in (q, k, v))
-    assert torch.autograd.gradcheck(lambda *qkv: windowed_attention(*qkv, window=3), (q, k, v), fast_mode=True)
+    assert torch.autograd.gradcheck(lambda *qkv: sliding_window_attention(*qkv, window=3), (q, k, v), fast_mode=True)
 
 
 @pytest.mark.parametrize("layout", ["heads first", "tokens first"])
@@ -98,13 +98,13 @@ def test_result_does_not_depend_on_how_the_input_lies_in_memory(layout):
     if layout == "tokens first":  # as the projections of a model make it
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     expected = F.scaled_dot_product_attention(q, k, v, band(150, 20))
-    assert_close(windowed_attention(q, k, v, 20), expected, atol=1e-5, rtol=1e-5)
+    assert_close(sliding_window_attention(q, k, v, 20), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_dropout_drops_weights():
     q, k, v, _ = inputs(100)
     torch.manual_seed(0)
-    dropped = windowed_attention(q, k, torch.ones_like(v), 20, dropout_p=0.5)  # without dropout all ones
+    dropped = sliding_window_attention(q, k, torch.ones_like(v), 20, dropout=0.5)  # without dropout all ones
     assert_close(dropped.mean().item(), 1.0, atol=0.1, rtol=0)
     assert dropped.std() > 0.1
 
@@ -131,7 +131,7 @@ def bytes_made(length: int, window: int) -> list[int]:
     with TensorsMade() as made:
         for x in (q, k, v, upstream):
             made.sizes[x.untyped_storage().data_ptr()] = 0
-        torch.autograd.grad(windowed_attention(q, k, v, window), (q, k, v), upstream)
+        torch.autograd.grad(sliding_window_attention(q, k, v, window), (q, k, v), upstream)
     return list(made.sizes.values())
 
 
@@ -220,13 +220,17 @@ def test_a_pattern_without_a_window_does_nothing():
 def test_maps_are_those_the_model_used(positions):
     gpt = network(attention_window=WINDOW, positions=positions, num_kv_heads=2).eval()
     ids, used = random_ids(), []
+
+    def look(module, args, options, output):
+        used.append((output, module.forward(*args, **options, need_weights=True)))
+
     for block in gpt.blocks:
-        block.attention.register_forward_hook(lambda module, args, output: used.append(output))
+        block.attention.register_forward_hook(look, with_kwargs=True)
     maps = gpt.attention_maps(ids)
-    shown, fast = [output[0] for output in used[::2]], used[1::2]  # of each layer: with weights, then without
-    assert len(maps) == len(shown) == len(fast) == 2
-    for with_weights, without in zip(shown, fast, strict=True):
-        assert_close(with_weights, without, atol=1e-5, rtol=1e-5)
+    assert len(maps) == len(used) == 2
+    for weights, (fast, (shown, expected)) in zip(maps, used, strict=True):
+        assert torch.equal(weights, expected)
+        assert_close(shown, fast, atol=1e-5, rtol=1e-5)
 
 
 def test_sampling_follows_the_same_model():

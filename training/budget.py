@@ -22,7 +22,7 @@ from data.corpus import find_files
 from model.config import GPTConfig, OptimizerConfig
 from model.flops import matrix_weights, step_flops
 from model.gpt import GPT
-from model.kernels.bfloat16 import products_in
+from model.kernels.bfloat16 import matmul_precision
 from system.errors import UserError
 from training.optim import build_optimizer
 from training.run_dir import given_keys
@@ -99,7 +99,7 @@ def measured_speed(device: torch.device, precision: str) -> float:
     def steps(number: int) -> float:
         start = time.perf_counter()
         for _ in range(number):
-            with products_in(precision):
+            with matmul_precision(precision):
                 loss = network.loss(ids, ids)
             loss.backward()
             optimizer.step()

@@ -30,7 +30,7 @@ def build_optimizer(network: nn.Module, config: OptimizerConfig) -> torch.optim.
     their rows are tokens, each of which has few updates of its own.
     """
     tables = [network.token_embedding, network.bigram_embedding] if config.embedding_lr is not None else []
-    embeddings = {table.weight for table in tables if table is not None} - {network.output.weight}
+    embeddings = {table.weight for table in tables if table is not None} - {network.lm_head.weight}
     block_matrices = {p for p in network.blocks.parameters() if p.ndim == 2} if config.name == "muon" else set()
     rest = [p for p in network.parameters() if p not in block_matrices]
     matrices = [p for p in rest if p.ndim >= 2 and p not in embeddings]

@@ -15,7 +15,7 @@ from configs.schema import build
 from data.config import DataConfig, TokenizerConfig
 from model.config import GPTConfig, OptimizerConfig
 from model.gpt import GPT
-from model.kernels.bfloat16 import BFLOAT16_PRODUCTS
+from model.kernels.bfloat16 import BF16_MATMUL
 from system.errors import UserError
 from training.budget import measured_speed, time_allowed, time_to_train, with_recipe
 from training.callbacks import Metrics, ProfilerReport, Progress, RunLogger, Snapshots
@@ -57,10 +57,10 @@ def prepare(config: DictConfig, old: OldWeights | None, began: float) -> Run:
         UserError: settings that cannot work, alone, together, or with the old weights.
     """
     options = resolve(OmegaConf.to_container(config.trainer, resolve=True))
-    if str(config.compile).lower() == "true" and options["precision"] == BFLOAT16_PRODUCTS:
+    if str(config.compile).lower() == "true" and options["precision"] == BF16_MATMUL:
         if config.trainer.precision != "auto":
             raise UserError(
-                f"trainer.precision={BFLOAT16_PRODUCTS} is for networks that are not compiled. Use compile=false, or "
+                f"trainer.precision={BF16_MATMUL} is for networks that are not compiled. Use compile=false, or "
                 "trainer.precision=auto: 32-true if compiled."
             )
         options["precision"] = "32-true"

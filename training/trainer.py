@@ -17,7 +17,8 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from data.batches import BatchLimits
-from model.kernels.bfloat16 import BFLOAT16_PRODUCTS, bfloat16_products, has_bfloat16_units
+from model import kernels
+from model.kernels.bfloat16 import BF16_MATMUL, bf16_matmul, has_bf16_units
 from system.errors import UserError
 from training.progress import NEVER, RunTimer, ValidationSchedule
 
@@ -69,9 +70,9 @@ def build_trainer(options: Mapping[str, Any], validations: int, callbacks: list[
     if validations < 1:
         raise UserError(f"validations is {validations}, but must be at least 1: the best checkpoint is chosen by it.")
     passed = {name: value for name, value in options.items() if name not in OURS}
-    if passed.get("precision") == BFLOAT16_PRODUCTS:
+    if passed.get("precision") == BF16_MATMUL:
         del passed["precision"]
-        ours["plugins"] = [*ours.get("plugins", []), BFloat16Products()]
+        ours["plugins"] = [*ours.get("plugins", []), BF16Matmul()]
     passed.setdefault("profiler", NoProfiler())
     timer = RunTimer(options.get("max_time"), options.get("min_steps"), options.get("min_epochs"))
     schedule = ValidationSchedule(validations, options.get("val_check_interval"))
@@ -81,7 +82,7 @@ def build_trainer(options: Mapping[str, Any], validations: int, callbacks: list[
         trainer = Trainer(callbacks=[*callbacks, schedule, timer], **ours, **passed)
     except (MisconfigurationException, TypeError, ValueError, RuntimeError, ImportError) as error:
         reason = " ".join(str(error).split())
-        also = f", and here auto and {BFLOAT16_PRODUCTS}" if reason.startswith("Precision ") else ""
+        also = f", and here auto and {BF16_MATMUL}" if reason.startswith("Precision ") else ""
         raise UserError(f"trainer: {reason}{also}") from error
     skip_empty_hooks(trainer)
     return trainer
@@ -109,15 +110,15 @@ class NoProfiler(PassThroughProfiler):
         return self._nothing
 
 
-class BFloat16Products(Precision):
+class BF16Matmul(Precision):
     """What Lightning calls a precision: training steps make their products in bfloat16, validation does not."""
 
-    precision = BFLOAT16_PRODUCTS
+    precision = BF16_MATMUL
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
         """Around each training step's forward pass. What was multiplied there in bfloat16, its gradient is too."""
-        with bfloat16_products():
+        with bf16_matmul():
             yield
 
 
@@ -174,10 +175,14 @@ def resolve(options: dict[str, Any]) -> dict[str, Any]:
             "trainer: nothing ends this run. Give trainer.max_time (auto: budget decides), trainer.max_steps or "
             "trainer.max_epochs."
         )
+    if options["precision"] == "bf16-products":
+        raise UserError(f"trainer.precision=bf16-products is now called {BF16_MATMUL}.")
     if options["precision"] == "auto":
         options["precision"] = best_precision(expected_device(options))
-    elif options["precision"] == BFLOAT16_PRODUCTS and expected_device(options).type != "cpu":
-        raise UserError(f"trainer.precision={BFLOAT16_PRODUCTS} is for CPUs. Use auto, bf16-mixed or 32-true.")
+    elif options["precision"] == BF16_MATMUL and expected_device(options).type != "cpu":
+        raise UserError(f"trainer.precision={BF16_MATMUL} is for CPUs. Use auto, bf16-mixed or 32-true.")
+    elif options["precision"] == BF16_MATMUL and not kernels.enabled():
+        raise UserError(f"trainer.precision={BF16_MATMUL} is a kernel, and kernels are off. Use auto or 32-true.")
     return options
 
 
@@ -221,7 +226,7 @@ def best_precision(device: torch.device) -> str:
     """bfloat16 where the device has units for it, to the extent that it pays there; float32 elsewhere."""
     if device.type == "cuda" and torch.cuda.is_bf16_supported(False):
         return "bf16-mixed"
-    return BFLOAT16_PRODUCTS if device.type == "cpu" and has_bfloat16_units() else "32-true"
+    return BF16_MATMUL if device.type == "cpu" and has_bf16_units() and kernels.enabled() else "32-true"
 
 
 def expected_device(options: Mapping[str, Any]) -> torch.device:

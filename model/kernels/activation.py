@@ -1,4 +1,4 @@
-"""What bends the MLP's numbers, with derivatives of few operators: on a CPU each is one more way through memory."""
+"""The MLP's activations, with derivatives of few operators: on a CPU each is one more way through memory."""
 
 import math
 
@@ -12,7 +12,7 @@ FEW = 1 << 13
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """relu(x)^2 (Primer, So et al. 2021, arXiv:2109.08668), of any shape."""
+    """F.relu(x).square(), of any shape."""
     return _SquaredReLU.apply(x) if x.requires_grad else F.relu(x).square()
 
 
@@ -33,13 +33,12 @@ class _SquaredReLU(torch.autograd.Function):
 
 
 def gelu(x: Tensor) -> Tensor:
-    """GELU in GPT-2's tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415), of any shape.
+    """F.gelu(x, approximate="tanh"), of any shape.
 
     On a CPU PyTorch's tanh takes nine times as long as its sigmoid, and (1 + tanh u) / 2 is the sigmoid of 2u.
     In float32 the derivative is NaN beyond 1.7e13, where only a diverging run gets to.
     """
-    in_full = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
-    if not in_full or x.numel() < FEW or torch.compiler.is_compiling():
+    if x.numel() < FEW:
         return F.gelu(x, approximate="tanh")
     return _GELU.apply(x) if x.requires_grad else _twice_u(x).sigmoid_().mul_(x)
 

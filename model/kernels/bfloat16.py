@@ -1,4 +1,4 @@
-"""Training's products in bfloat16 on processors with units for it; everything between them stays in float32.
+"""Training's matrix products in bfloat16 on processors with units for it; everything between them stays float32.
 
 Such units (AVX512-BF16, AMX) multiply in half of float32's time or less and sum up in float32; only what goes in
 and what comes out is rounded, to 8 bits of precision. torch.autocast would round so too, but leaves the operators
@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-BFLOAT16_PRODUCTS = "bf16-products"  # a value of trainer.precision that Lightning does not have
-_wanted = ContextVar("products in bfloat16", default=False)
+BF16_MATMUL = "bf16-matmul"  # a value of trainer.precision that Lightning does not have
+_wanted = ContextVar("matrix products in bfloat16", default=False)
 
 
 @cache
-def has_bfloat16_units() -> bool:
+def has_bf16_units() -> bool:
     """Whether this processor multiplies bfloat16 faster than float32. A fact of the machine, and no measurement."""
     cpuinfo = Path("/proc/cpuinfo")
     flags = cpuinfo.read_text(errors="replace").split() if cpuinfo.exists() else []
@@ -30,8 +30,8 @@ def has_bfloat16_units() -> bool:
 
 
 @contextmanager
-def bfloat16_products() -> Iterator[None]:
-    """Products of float32 layers on the CPU, and of their gradients later on, are made in bfloat16."""
+def bf16_matmul() -> Iterator[None]:
+    """The kernels' matrix products, and later on those of their gradients, are made in bfloat16."""
     before = _wanted.set(True)
     try:
         yield
@@ -39,24 +39,22 @@ def bfloat16_products() -> Iterator[None]:
         _wanted.reset(before)
 
 
-def products_in(precision: str) -> AbstractContextManager[None]:
+def matmul_precision(precision: str) -> AbstractContextManager[None]:
     """What a forward pass in training runs under at this `trainer.precision`, where one trains without Lightning."""
-    return bfloat16_products() if precision == BFLOAT16_PRODUCTS else nullcontext()
+    return bf16_matmul() if precision == BF16_MATMUL else nullcontext()
 
 
-def made_in_bfloat16(x: Tensor, weight: Tensor) -> bool:
-    """Whether the product of these two is one that `bfloat16_products` is about."""
-    if torch.compiler.is_compiling():  # first of all: it cannot look into the variable
-        return False
-    return _wanted.get() and x.dtype == weight.dtype == torch.float32 and x.device.type == "cpu"
+def is_bf16_matmul() -> bool:
+    """Whether `bf16_matmul` is on. torch.compile cannot look into the variable."""
+    return _wanted.get()
 
 
-def bfloat16_product(x: Tensor, weight: Tensor) -> Tensor:
+def bf16_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x W^T, differentiable once: x (..., I), W (O, I) -> (..., O), all of them float32."""
-    return _Product.apply(x, weight)
+    return _Linear.apply(x, weight)
 
 
-class _Product(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         x, weight = x.bfloat16(), weight.bfloat16()

@@ -10,37 +10,33 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from model.kernels.bfloat16 import made_in_bfloat16
-from model.kernels.linear import linear
-from model.kernels.onednn import goes_through_onednn, prefer_onednn, raw_onednn_product
+from model.kernels import onednn
+from model.kernels.bfloat16 import is_bf16_matmul
 
 CHUNK_ROWS = 512  # of 256 to 1,536 the fastest, by little, on two cores at a vocabulary of 1,024
 
 
-def output_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def fused_linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy in nats of the logits x W^T: F.cross_entropy(F.linear(x, weight), targets).
 
-    Chunked on CPUs in full precision; the plain way on other devices, under torch.compile, and in half precision,
-    whose sums over chunks would be rounded at every chunk.
+    Not for half precision, whose sums over chunks would be rounded at every chunk.
 
     Args:
         x: (N, C), what goes into the output layer.
         weight: (V, C).
         targets: (N,) token ids, none of them to be ignored.
     """
-    in_full = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
-    if not in_full or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
-        return F.cross_entropy(linear(x, weight), targets)
-    return _OutputLoss.apply(x, weight, targets)
+    return _LinearCrossEntropy.apply(x, weight, targets)
 
 
-class _OutputLoss(torch.autograd.Function):
+class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         nats, grad_x, grad_weight = x.new_zeros(()), torch.empty_like(x), torch.zeros_like(weight)
-        dtype = torch.bfloat16 if made_in_bfloat16(x, weight) else x.dtype  # of what is multiplied; the rest is as x is
+        dtype = torch.bfloat16 if is_bf16_matmul() else x.dtype  # of what is multiplied; the rest is as x is
         x, weight = x.to(dtype), weight.to(dtype)
-        product = raw_onednn_product if goes_through_onednn(x, weight) else F.linear
+        through_onednn = dtype == torch.float32 and len(x) and onednn.onednn_is_faster()
+        product = onednn.raw_onednn_product if through_onednn else F.linear
         for rows in range(0, len(x), CHUNK_ROWS):
             here = slice(rows, rows + CHUNK_ROWS)
             logits = product(x[here], weight).to(grad_x.dtype)  # (n, V)
@@ -53,7 +49,7 @@ class _OutputLoss(torch.autograd.Function):
             # d loss / d logits is softmax - 1 at the target; the mean's 1 / N comes in `backward`.
             grad = probabilities.scatter_add_(1, at, picked.new_full(picked.shape, -1.0)).to(dtype)  # (n, V)
             grad_x[here] = product(grad, weight.t())  # (n, C)
-            with prefer_onednn():
+            with onednn.prefer_onednn():
                 grad_weight += grad.t() @ x[here]  # (V, C)
         ctx.save_for_backward(grad_x, grad_weight)
         return nats / len(x)

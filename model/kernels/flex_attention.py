@@ -1,4 +1,4 @@
-"""Windowed attention on CUDA: PyTorch's flex attention, one compiled kernel that skips the blocks no query looks into.
+"""Sliding window attention on CUDA: PyTorch's flex attention, a compiled kernel that skips blocks no query looks into.
 
 How fast it is on a GPU has not been measured; `python -m benchmarks.attention_speed device=cuda` does, beside blocks
 through SDPA and full attention.
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-say = logging.getLogger(__name__).warning
+logger = logging.getLogger(__name__)
 BLOCK = 128  # tokens a side of what the kernel computes or skips as a whole
 
 
-def goes_through_flex(q: Tensor, dropout_p: float) -> bool:
-    """Whether windowed attention of these queries (B, H, T, D) goes this way: on CUDA, where the kernel compiles.
+def takes_flex_attention(q: Tensor, dropout: float) -> bool:
+    """Whether sliding window attention of these queries (B, H, T, D) goes this way: on CUDA, where the kernel compiles.
 
     Whole blocks only: a text that grows token by token would need a mask, maybe a kernel, for every length.
     """
-    if not q.is_cuda or dropout_p or q.size(2) % BLOCK:
+    if not q.is_cuda or dropout or q.size(2) % BLOCK:
         return False
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else q.dtype
     return torch.compiler.is_compiling() or flex_works(q.device, dtype, q.size(3))
@@ -32,15 +32,16 @@ def flex_works(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     try:
         with torch.inference_mode(False), torch.enable_grad():
             q = torch.randn(1, 1, 2 * BLOCK, head_dim, dtype=dtype, device=device, requires_grad=True)
-            flex_windowed_attention(q, q, q, BLOCK).sum().backward()
+            flex_sliding_window_attention(q, q, q, BLOCK).sum().backward()
     except Exception as error:  # noqa: BLE001 -- the compiler may raise anything
-        say(f"warning: flex attention does not work here ({type(error).__name__}); windows go through blocks instead.")
+        reason = type(error).__name__
+        logger.warning(f"warning: flex attention does not work here ({reason}); windows go through blocks instead.")
         return False
     return True
 
 
-def flex_windowed_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Windowed attention as in model/kernels/sliding_window.py, without dropout, T a multiple of BLOCK.
+def flex_sliding_window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Sliding window attention as in model/kernels/sliding_window.py, without dropout, T a multiple of BLOCK.
 
     On a CPU it is written out and without a gradient, to be tested.
 

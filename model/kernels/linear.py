@@ -1,100 +1,17 @@
-"""nn.Linear, through the faster of PyTorch's two float32 matrix libraries, or in bfloat16 if training wants that."""
-
-import copy
-from collections.abc import Callable
-from functools import partial
+"""Matrix products through the faster of PyTorch's two float32 libraries, or in bfloat16 if training wants that."""
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from model.kernels.bfloat16 import bfloat16_product, made_in_bfloat16
-from model.kernels.norm import RMSNorm
-from model.kernels.onednn import goes_through_onednn, onednn_linear, pack, packed_product
-
-
-class Linear(nn.Linear):
-    """nn.Linear: (..., in_features) -> (..., out_features)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x W^T + b."""
-        return linear(x, self.weight, self.bias)
+from model.kernels import onednn
+from model.kernels.bfloat16 import bf16_linear, is_bf16_matmul
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear: x W^T + b, (..., I) -> (..., O), for W (O, I)."""
-    if made_in_bfloat16(x, weight):
-        y = bfloat16_product(x, weight)
+    """F.linear: x W^T + b, (..., I) -> (..., O), for weight (O, I), all of them float32."""
+    if not torch.compiler.is_compiling() and is_bf16_matmul():
+        y = bf16_linear(x, weight)
         return y if bias is None else y + bias
-    return (onednn_linear if goes_through_onednn(x, weight) else F.linear)(x, weight, bias)
-
-
-# One vector through a matrix of at most so many numbers is faster in PyTorch's own product, since oneDNN takes 10 us to
-# start: if all matrices of the network fit into the processor's cache, and if they come from memory each time.
-SMALL, SMALL_FROM_MEMORY = 3 << 17, 1 << 17
-CACHE = 1 << 23  # numbers: 32 MB
-
-
-def packed(linear: nn.Linear, small: int) -> Callable[[Tensor], Tensor]:
-    """The layer as a function without gradients, its matrix copied into the layout that oneDNN reads fastest.
-
-    Args:
-        small: up to so many numbers, a single vector (in_features,) goes through PyTorch's own product.
-    """
-    weight, bias, layout = linear.weight.detach(), linear.bias, pack(linear.weight)
-    if weight.numel() > small:
-        return lambda x: packed_product(x, layout, bias)
-    columns = weight.t().contiguous().t()  # the same, but columns lie in one piece: a sixth faster
-
-    def product(x: Tensor) -> Tensor:
-        """x W^T + b: (..., in_features) -> (..., out_features)."""
-        if x.ndim > 1:
-            return packed_product(x, layout, bias)
-        return torch.mv(columns, x) if bias is None else torch.addmv(bias, columns, x)
-
-    return product
-
-
-def small_matrix(network: nn.Module) -> int:
-    """Numbers in a matrix up to which `packed` should call it small, in this network."""
-    numbers = sum(layer.weight.numel() for layer in network.modules() if isinstance(layer, Linear))
-    return SMALL if numbers <= CACHE else SMALL_FROM_MEMORY
-
-
-@torch.no_grad()
-def inference_copy(network: nn.Module) -> nn.Module:
-    """The same network around the same weights, in evaluation mode, as fast as it gets without gradients.
-
-    Its layers are plain functions: calling a module takes longer than a small layer's work.
-    The original stays as it is. Its weights must not change while the copy is in use.
-    """
-    shared = {id(tensor): tensor for tensor in (*network.parameters(), *network.buffers())}
-    network = copy.deepcopy(network, shared).eval()
-    small = small_matrix(network)
-    for parent in list(network.modules()):
-        for name, layer in list(parent.named_children()):
-            function = plain_function(layer, small)
-            if function is not None:
-                delattr(parent, name)  # a module's place takes no plain function
-                setattr(parent, name, function)
-    return network
-
-
-def plain_function(layer: nn.Module, small: int) -> Callable[[Tensor], Tensor] | None:
-    """What a layer computes in evaluation mode, as a function. None for a module made of others."""
-    if isinstance(layer, Linear):
-        if goes_through_onednn(layer.weight, layer.weight):
-            return packed(layer, small)
-        return partial(F.linear, weight=layer.weight, bias=layer.bias)
-    if isinstance(layer, nn.LayerNorm):
-        shape, weight, bias, eps = layer.normalized_shape, layer.weight, layer.bias, layer.eps
-        return lambda x: torch.layer_norm(x, shape, weight, bias, eps)
-    if isinstance(layer, RMSNorm):
-        return layer.forward
-    if isinstance(layer, nn.Dropout | nn.Identity):
-        return lambda x: x
-    if type(layer) is nn.Embedding:
-        look_up = partial(torch.embedding, layer.weight)
-        look_up.weight = layer.weight  # of positions GPT reads a row
-        return look_up
-    return None
+    # oneDNN refuses an empty batch.
+    return (onednn.onednn_linear if onednn.onednn_is_faster() and x.numel() else F.linear)(x, weight, bias)

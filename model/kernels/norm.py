@@ -1,25 +1,12 @@
 """RMSNorm with a derivative in a few operators: PyTorch's own takes each step of the formula back on its own."""
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-class RMSNorm(nn.RMSNorm):
-    """nn.RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) over the last dimension."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., C) -> (..., C)."""
-        y = rms_norm(x, self.eps)
-        return y if self.weight is None else y * self.weight
-
-
 def rms_norm(x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last dimension: F.rms_norm, with its backward pass twice as fast on a CPU."""
-    in_full = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
-    if not in_full or torch.compiler.is_compiling():
-        return F.rms_norm(x, x.shape[-1:], eps=eps)
+    """F.rms_norm over the last dimension, with its backward pass twice as fast on a CPU."""
     return _RMSNorm.apply(x, eps) if torch.is_grad_enabled() else x * _scale(x, eps)
 
 

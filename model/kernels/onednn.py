@@ -4,21 +4,16 @@ PyTorch multiplies float32 matrices on x86 with MKL, which leaves AVX-512 unused
 PyTorch carries too, uses it, to the same precision (measured by benchmarks/linear_speed.py and attention_speed.py).
 """
 
-import math
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
-from model.kernels.dropout import dropout_factors
-
-# Tokens from which on `onednn_attention` pays: below, preparing its many small products costs more than they take.
-MIN_LENGTH = 512
+from model.kernels import enabled
 
 
 def has_onednn() -> bool:
@@ -41,13 +36,6 @@ def _is_amd_with_avx512() -> bool:
 
 
 _IS_FASTER = has_onednn() and _is_amd_with_avx512()  # found out here, since torch.compile cannot look into files
-
-
-def goes_through_onednn(x: Tensor, other: Tensor) -> bool:
-    """Whether a product of these two is one that oneDNN should make: plain float32, on such a machine."""
-    plain_float32 = x.dtype == other.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-    on_cpu = x.device.type == "cpu" and x.numel() > 0  # oneDNN refuses an empty batch
-    return on_cpu and plain_float32 and onednn_is_faster()
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -104,93 +92,6 @@ def raw_onednn_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tens
     return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
 
 
-def pack(weight: Tensor) -> Tensor:
-    """W (O, I) in the layout oneDNN multiplies by fastest, for `packed_product` alone."""
-    rows = 64  # as many as the layout is chosen for; it is as fast for one, where one of its own would not be
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
-
-
-def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b without gradients: x (..., I), `packed` made of W (O, I) -> (..., O), float32."""
-    return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
-
-
-def short_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-    """Causal softmax(Q K^T / sqrt(D)) V of a text below MIN_LENGTH, differentiable once.
-
-    Holds all weights at once and keeps them for the backward pass. While they are few that is faster than making
-    them anew, as PyTorch's fused attention does, whose many small products on a CPU are slow ones.
-
-    Args:
-        q, k, v: (B, H, T, D).
-        dropout: share of the weights dropped.
-
-    Returns:
-        (B, H, T, D).
-    """
-    B, H, _, _ = q.shape
-    heads = _ShortAttention.apply(*(x.flatten(0, 1) for x in (q, k, v)), dropout)  # (B H, T, D)
-    return heads.unflatten(0, (B, H))
-
-
-class _ShortAttention(torch.autograd.Function):
-    """What is as large as the weights is written over where it can be: new memory costs more."""
-
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-        T, ctx.scale = q.size(1), q.size(2) ** -0.5
-        q = q * ctx.scale
-        future = q.new_full((T, T), -math.inf).triu(1)
-        with prefer_onednn():
-            scores = torch.baddbmm(future, q, k.mT)  # (B H, T, T)
-            weights = torch.softmax(scores, -1, out=scores)
-            factors = dropout_factors(weights, dropout) if dropout else None
-            kept = weights * factors if dropout else weights
-            ctx.save_for_backward(q, k, v, weights, kept, factors)
-            return kept @ v
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, weights, kept, factors = ctx.saved_tensors
-        with prefer_onednn():
-            grad_v = kept.mT @ grad  # (B H, T, D)
-            grads = grad @ v.mT  # of the weights, (B H, T, T)
-            if factors is not None:
-                grads *= factors
-            torch.ops.aten._softmax_backward_data.out(grads, weights, -1, weights.dtype, grad_input=grads)
-            return (grads @ k).mul_(ctx.scale), grads.mT @ q, grad_v, None  # `grads` now of the scores, `q` scaled
-
-
-def onednn_attention(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-    """F.scaled_dot_product_attention with the products inside it by oneDNN, differentiable once.
-
-    Args:
-        q, k, v: (B, H, T, D), T at least MIN_LENGTH for this to pay.
-        options: as PyTorch's function takes them.
-    """
-    return _Attention.apply(q, k, v, options)
-
-
-class _Attention(torch.autograd.Function):
-    """Keeps the graph of PyTorch's own function, since its backward pass too has to run under `prefer_onednn`."""
-
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, options: dict) -> Tensor:
-        ctx.inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in (q, k, v)]
-        with torch.set_grad_enabled(any(ctx.needs_input_grad)), prefer_onednn():
-            ctx.output = F.scaled_dot_product_attention(*ctx.inputs, **options)  # (B, H, T, D)
-        return ctx.output.detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = [tensor for tensor in ctx.inputs if tensor.requires_grad]
-        with prefer_onednn():
-            found = iter(torch.autograd.grad(ctx.output, wanted, grad))
-        return *(next(found) if tensor.requires_grad else None for tensor in ctx.inputs), None
-
-
 @contextmanager
 def prefer_onednn() -> Iterator[None]:
     """PyTorch's own products, outside nn.Linear, go to oneDNN where it is faster.
@@ -198,7 +99,7 @@ def prefer_onednn() -> Iterator[None]:
     "medium" lets it round to bfloat16, but it has no such float32 kernel without AMX, which no AMD processor has:
     tests/test_onednn.py holds the results to float32's precision.
     """
-    if not onednn_is_faster():
+    if not (enabled() and onednn_is_faster()):
         yield
         return
     before = torch.get_float32_matmul_precision()

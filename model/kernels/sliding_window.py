@@ -13,34 +13,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.kernels.flex_attention import flex_windowed_attention, goes_through_flex
+from model.kernels.flex_attention import flex_sliding_window_attention, takes_flex_attention
 
 
-def windowed_attention(q: Tensor, k: Tensor, v: Tensor, window: int, dropout_p: float = 0.0) -> Tensor:
-    """Lets query t gather from the keys t - window + 1 ... t (sliding window attention: Longformer,
-    Beltagy et al. 2020, arXiv:2004.05150; Mistral, Jiang et al. 2023, arXiv:2310.06825).
+def sliding_window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: float = 0.0) -> Tensor:
+    """Lets query t gather from the keys t - window + 1 ... t.
 
     Args:
         q: (B, H, T, D).
         k, v: (B, G, T, D), G a divisor of H.
-        window: tokens a query looks at, itself included, at least 1. From T on this is full causal attention.
-        dropout_p: share of attention weights dropped.
+        window: tokens a query looks at, itself included, from 1 to T - 1.
+        dropout: share of attention weights dropped.
 
     Returns:
         (B, H, T, D).
     """
     H, T, G = q.size(1), q.size(2), k.size(1)
-    if window >= T:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True, enable_gqa=G != H)
     if window + 64 >= T:  # too short for blocks to pay: the whole matrix under a mask
         seen = torch.ones(T, T, dtype=torch.bool, device=q.device).tril().triu(1 - window)
-        return F.scaled_dot_product_attention(q, k, v, seen, dropout_p, enable_gqa=G != H)
-    if goes_through_flex(q, dropout_p):
-        return flex_windowed_attention(q, k, v, window)
-    return attention_in_blocks(q, k, v, window, dropout_p)
+        return F.scaled_dot_product_attention(q, k, v, seen, dropout, enable_gqa=G != H)
+    if takes_flex_attention(q, dropout):
+        return flex_sliding_window_attention(q, k, v, window)
+    return attention_in_blocks(q, k, v, window, dropout)
 
 
-def attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, window: int, dropout_p: float = 0.0) -> Tensor:
+def attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: float = 0.0) -> Tensor:
     """The same for a window below T: blocks of queries against the tokens before them, in plain PyTorch.
 
     Takes about T x 1.25 window x H x D multiplications for the scores, where full causal attention takes
@@ -49,7 +46,7 @@ def attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, window: int, dropout_p:
     (B, H, T, _), G = q.shape, k.size(1)
     if B > 1 and T >= 1024:  # blocks of one sequence are views; those of several make one batch only when copied
         sequences = zip(q.split(1), k.split(1), v.split(1), strict=True)
-        return torch.cat([attention_in_blocks(*one, window, dropout_p) for one in sequences])
+        return torch.cat([attention_in_blocks(*one, window, dropout) for one in sequences])
     if G != H:  # before the blocks are made: there every key stands in several blocks
         k, v = k.repeat_interleave(H // G, dim=1), v.repeat_interleave(H // G, dim=1)  # (B, H, T, D)
     block = max(32, window // 4)  # smaller: each key in more blocks; larger: more scores made only to be masked
@@ -60,7 +57,7 @@ def attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, window: int, dropout_p:
 
     start, rest = q.tensor_split([window], dim=1)  # (B, window, H, D) and (B, n block, H, D)
     start = F.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (start, k[:, :window], v[:, :window])), dropout_p=dropout_p, is_causal=True
+        *(x.transpose(1, 2) for x in (start, k[:, :window], v[:, :window])), dropout_p=dropout, is_causal=True
     )  # (B, H, window, D)
 
     # Query r of a block is token window + r of its span, and sees the tokens r + 1 ... window + r.
@@ -68,7 +65,7 @@ def attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, window: int, dropout_p:
     rest = rest.unflatten(1, (-1, block))  # (B, n, block, H, D)
     k, v = (Spans.apply(x, block, window + block) for x in (k, v))  # (B, n, window + block, H, D)
     rest = F.scaled_dot_product_attention(
-        *(x.flatten(0, 1).transpose(1, 2) for x in (rest, k, v)), seen, dropout_p
+        *(x.flatten(0, 1).transpose(1, 2) for x in (rest, k, v)), seen, dropout
     )  # (B n, H, block, D)
     rest = rest.transpose(1, 2).unflatten(0, (B, -1)).flatten(1, 2)  # (B, n block, H, D)
     return torch.cat([start.transpose(1, 2), rest], dim=1)[:, :T].transpose(1, 2)  # (B, H, T, D)
