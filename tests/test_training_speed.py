@@ -40,7 +40,9 @@ def test_a_product_makes_the_operations_it_says():
 
 
 @pytest.mark.parametrize(
-    "main", [lambda: training_speed.main(compose("training_speed", [])), sampling.main], ids=["training", "sampling"]
+    "main",
+    [lambda: training_speed.main(compose("training_speed", [])), lambda: sampling.main([])],
+    ids=["training", "sampling"],
 )
 def test_without_transformers_nothing_is_measured_and_one_line_says_how_to_get_it(main, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
