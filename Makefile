@@ -39,7 +39,7 @@ soak: $(VENV)/.dev   ## run the long tests: twenty kills, five thousand steps
 lint: $(VENV)/.dev   ## check style, and that imports go down
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/lint-imports
+	@$(BIN)/python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 
 audit: $(VENV)/.run   ## look up what is installed among known vulnerabilities; needs the network
 	@test -x $(VENV)/audit/bin/python || $(PYTHON) -m venv $(VENV)/audit

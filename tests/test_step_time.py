@@ -4,9 +4,14 @@ The clock jumps ahead in one place, by thousands of a tiny step's own times; it 
 """
 
 import math
+import os
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
+from conftest import PROJECT
 
 from data.batches import TrainBatches
 from training.callbacks import RunLogger, Snapshots
@@ -104,3 +109,42 @@ def test_step_time_of_accumulated_batches_is_that_of_all_of_them(train_here, mon
     assert 4 * JUMP_MS <= summary["step_ms"] < 4.3 * JUMP_MS
     assert summary["tokens"] == 10 * 4 * 4 * 16
     assert summary["tokens_per_second"] == pytest.approx(4 * 4 * 16 / (summary["step_ms"] / 1000), rel=0.3)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGCONT"), reason="no process can be stopped here")
+def test_time_in_which_the_process_was_stopped_is_no_steps_time(step_ms, jump, monkeypatch):
+    step = GPTLightning.training_step
+
+    def stopped(self, *args, **kwargs):
+        if self.trainer.global_step == 7:
+            jump()
+            signal.raise_signal(signal.SIGCONT)  # as Ctrl-Z and fg
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(GPTLightning, "training_step", stopped)
+    assert max(step_ms(GPTLightning, "training_step", when=lambda module: False)) < JUMP_MS / 100
+
+
+STOPPED = """
+import os, signal, sys
+from system.running_clock import running_seconds, watch_stops
+watch_stops()
+start = running_seconds()
+print("stops", flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+print(running_seconds() - start)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGCONT"), reason="no process can be stopped here")
+def test_clock_stands_while_a_process_is_stopped(clean_environment):
+    command = [sys.executable, "-c", STOPPED]
+    process = subprocess.Popen(command, cwd=PROJECT, env=clean_environment, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout.readline() == b"stops\n"
+        os.waitpid(process.pid, os.WUNTRACED)  # it has stopped
+        time.sleep(2)
+        process.send_signal(signal.SIGCONT)
+        assert float(process.communicate(timeout=60)[0]) < 1
+    finally:
+        process.kill()

@@ -4,7 +4,6 @@ import logging
 import math
 import statistics
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from model.config import SamplingConfig
 from model.gpt import GPT
 from sampling.sampler import generate
 from system.memory import memory_mb, peak_memory_mb, reset_peak_memory
+from system.running_clock import running_seconds, watch_stops
 from training.progress import run_progress
 
 say = logging.getLogger(__name__).info
@@ -102,7 +102,8 @@ class Metrics(Callback):
             setattr(self, name, state[name])
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Begins to watch the memory."""
+        """Begins to watch the memory, and whether the process is stopped."""
+        watch_stops()
         reset_peak_memory(trainer.strategy.root_device.type)
         self._memory_before_mb = memory_mb(trainer.strategy.root_device.type)
 
@@ -197,7 +198,7 @@ def _now(trainer: Trainer) -> float:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
-    return time.perf_counter()
+    return running_seconds()
 
 
 class Progress(ProgressBar):
@@ -220,14 +221,14 @@ class Progress(ProgressBar):
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Shows an empty bar."""
-        self._started = self._shown = time.perf_counter()
+        self._started = self._shown = running_seconds()
         self._done_before, self._tokens_before = run_progress(trainer), self._metrics.tokens  # of a resumed run
         if self._enabled and trainer.is_global_zero and sys.stderr.isatty():
             self._bar = tqdm(total=1.0, bar_format="{percentage:3.0f}%|{bar}| {desc}", leave=False, dynamic_ncols=True)
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args) -> None:
         """Shows where the run is, if it is time."""
-        now = time.perf_counter()
+        now = running_seconds()
         pace = self.SECONDS_BETWEEN_REFRESHES if self._bar is not None else self.SECONDS_BETWEEN_LINES
         if now - self._shown < pace or not (self._enabled and trainer.is_global_zero):
             return
