@@ -157,6 +157,8 @@ def fit(run: Run, trainer: Trainer, run_dir: Path) -> None:
         say(run.picked)
     say(run.data.describe())
     say(describe(run.network, trainer))
+    if warning := run.warn_of_short_text():
+        say(warning)
     goes_on = run.old is not None and run.old.goes_on
     trainer.fit(run.module, datamodule=run.data, ckpt_path=run.old.path if goes_on else None)
     best = best_or_last(run_dir / "checkpoints")
@@ -195,7 +197,7 @@ def summarise(run: Run, trainer: Trainer, run_dir: Path) -> None:
     with written_whole(run_dir / "summary.json", run_dir / "summary.tmp") as file:  # then the run is finished
         file.write((json.dumps(summary, indent=2) + "\n").encode())
     (run_dir / "checkpoints" / "previous.ckpt").unlink(missing_ok=True)
-    say(conclusion(summary, text, run_dir))
+    say(conclusion(summary, text, run_dir, best.network.config.vocab_size))
 
 
 def figures(run: Run, trainer: Trainer, best: Checkpoint, run_dir: Path) -> dict[str, Any]:
@@ -223,18 +225,34 @@ def figures(run: Run, trainer: Trainer, best: Checkpoint, run_dir: Path) -> dict
     }
 
 
-def conclusion(summary: dict[str, Any], text: str, run_dir: Path) -> str:
+def conclusion(summary: dict[str, Any], text: str, run_dir: Path, vocab_size: int) -> str:
     """The last lines of a run: its figures, a little of what the best checkpoint writes, and what to do with it."""
     place = shlex.quote(str(shown(run_dir)))
     lines = [line for line in text.split("\n") if line.strip()]
     return (
         f"\nbest checkpoint, step {summary['best_step']:,} of {summary['steps']:,}: validation "
         f"{summary['val_nats_per_token']:.3f} nats per token, {summary['val_bits_per_byte']:.3f} bits per byte\n"
-        f"{summary['seconds']:.0f} seconds in all, {summary['tokens_per_second']:,.0f} tokens per second in training\n"
+        + _uniform_or_worse(summary["val_nats_per_token"], summary["val_bits_per_byte"], vocab_size)
+        + f"{summary['seconds']:.0f} seconds in all, "
+        f"{summary['tokens_per_second']:,.0f} tokens per second in training\n"
         f"run directory: {shown(run_dir)}\n\n"
         + "\n".join(f"    {line}" for line in lines[:5])
         + f"\n\nlet it write more:       {this_python()} sample.py checkpoint={place} prompt='To be, or not'\n"
         f"curves and attention:    {tensorboard_command(run_dir.parent)}"
+    )
+
+
+def _uniform_or_worse(nats_per_token: float, bits_per_byte: float, vocab_size: int) -> str:
+    """A line that says so, where a loss is no better than that of guessing; else nothing."""
+    if nats_per_token >= math.log(vocab_size):
+        guess = f"over {vocab_size:,} tokens ({math.log(vocab_size):.3f} nats per token)"
+    elif bits_per_byte >= 8:
+        guess = "over bytes (8 bits per byte)"
+    else:
+        return ""
+    return (
+        f"warning: no better than a uniform guess {guess}: nothing was learned that helps with the validation text. "
+        "Train longer, use a longer text, or a smaller network.\n"
     )
 
 

@@ -11,6 +11,7 @@ import tiktoken
 import torch
 import torch.nn.functional as F
 
+import train
 from checkpoint.checkpoint import find_checkpoint, load_checkpoint
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -110,6 +111,32 @@ def test_run_picks_the_device_that_is_there_and_says_which(tiny_run):
 
 def test_log_says_what_loss_to_expect_at_the_start(tiny_run):
     assert f"a uniform guess over 300 tokens costs {math.log(300):.3f} nats per token" in tiny_run.stdout
+
+
+def test_text_far_too_short_for_network_and_batch_is_warned_of_with_all_numbers(train_here, tmp_path):
+    text = tmp_path / "short.txt"
+    text.write_text("To be, or not to be, that is the question. " * 9, encoding="utf-8")
+    finished = train_here(f"data.corpus={text}", "model.d_model=64", "data.batch_size=32", "trainer.max_steps=1")
+    (line,) = [line for line in finished.stdout.splitlines() if "far too short" in line]
+    parameters, tokens = finished.summary["parameters"], int(re.search(r"(\d+) tokens to train", line)[1])
+    assert parameters > 1000 * tokens and f"{tokens} tokens to train on for {parameters:,} parameters" in line
+    assert re.search(r"\d+ windows? of 16 tokens, where a batch takes 32", line) and "Use a longer text" in line
+    assert finished.stdout.index(line) < finished.stdout.index("best checkpoint")
+    assert "far too short" not in train_here("trainer.max_steps=1").stdout  # the tiny run's own text is long enough
+
+
+@pytest.mark.parametrize(
+    ("nats", "bits", "said"),
+    [(5.71, 7.0, "over 300 tokens (5.704 nats per token)"), (5.0, 8.82, "over bytes (8 bits per byte)")],
+)
+def test_checkpoint_no_better_than_guessing_is_called_that(tmp_path, nats, bits, said):
+    summary = {"best_step": 1, "steps": 2, "seconds": 3.0, "tokens_per_second": 4.0}
+    figures = {"val_nats_per_token": nats, "val_bits_per_byte": bits}
+    told = train.conclusion(summary | figures, "text", tmp_path, vocab_size=300)
+    assert f"warning: no better than a uniform guess {said}" in told
+    assert "nothing was learned that helps" in told and "Train longer" in told
+    figures = {"val_nats_per_token": 5.0, "val_bits_per_byte": 7.9}
+    assert "warning" not in train.conclusion(summary | figures, "text", tmp_path, vocab_size=300)
 
 
 def test_printed_commands_name_the_run(tiny_run):

@@ -17,6 +17,7 @@ from model.config import GPTConfig, OptimizerConfig
 from model.gpt import GPT
 from model.kernels.bfloat16 import BF16_MATMUL
 from system.errors import UserError
+from system.text import counted
 from training.budget import measured_speed, time_allowed, time_to_train, with_recipe
 from training.callbacks import Metrics, ProfilerReport, Progress, RunLogger, Snapshots
 from training.checkpointing import CheckpointFiles, KeepBest, KeepLast, StopOnSignal
@@ -41,9 +42,28 @@ class Run:
     facts: dict[str, Any]  # what its checkpoints say of it
     picked: str  # what the budget picked
 
+    PARAMETERS_PER_TOKEN = 1000  # of text; with more, a network can only learn it by heart
+
     @property
     def network(self) -> GPT:
         return self.module.network
+
+    def warn_of_short_text(self) -> str:
+        """A line that says so, where the text is far too short for the network or for a batch; else nothing."""
+        tokens, parameters = len(self.data.train_tokens), self.network.num_parameters()
+        batches = self.data.train_dataloader()
+        reasons = []
+        if parameters > self.PARAMETERS_PER_TOKEN * tokens:
+            reasons.append(f"{tokens:,} tokens to train on for {parameters:,} parameters")
+        if batches.windows_per_epoch < batches.batch_size:
+            windows = f"{counted(batches.windows_per_epoch, 'window')} of {batches.context_length} tokens"
+            reasons.append(f"{windows}, where a batch takes {batches.batch_size}")
+        if not reasons:
+            return ""
+        return (
+            f"warning: the text is far too short: {'; '.join(reasons)}. It will be learned by heart. "
+            "Use a longer text, or lower model.d_model, model.num_layers and model.context_length, and data.batch_size."
+        )
 
 
 def prepare(config: DictConfig, old: OldWeights | None, began: float) -> Run:
