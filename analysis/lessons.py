@@ -149,7 +149,7 @@ def cost_part(lengths: list[int], num_layers: int, num_heads: int) -> None:
         )
         last_length, last_ms, skipped = length, written_out, skipped or written_out is None
     print("\nMB = 2^20 bytes, float32.", end="")
-    print(" Written out, a - was not measured: it would not fit into the free memory." if skipped else "")
+    print(" A - was not measured: it would not fit into the free memory." if skipped else "")
 
 
 def growth(value: float | None, before: float | None) -> str:
@@ -165,11 +165,12 @@ def shown(ms: float | None) -> str:
 @torch.no_grad()
 def time_one_head(length: int) -> tuple[float | None, float | None]:
     """Milliseconds of one causal head, written out and fused; None where the memory is not there."""
+    there = psutil.virtual_memory().available
+    if 4 * length * HEAD_DIM * 4 > there:  # float32 queries, keys, values and what comes out
+        return None, None
     q, k, v = (torch.randn(1, 1, length, HEAD_DIM) for _ in range(3))  # (B, H, T, D)
     fused = milliseconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
-    if (
-        3 * score_matrix_bytes(length) > psutil.virtual_memory().available
-    ):  # scores, before and after scaling, and the mask
+    if 3 * score_matrix_bytes(length) > there:  # scores, before and after scaling, and the mask
         return None, fused
     mask = torch.ones(length, length, dtype=torch.bool).tril()  # (T, T)
     return milliseconds(lambda: eager_attention(q, k, v, mask)), fused

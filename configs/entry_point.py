@@ -9,6 +9,7 @@ if __name__ == "__main__":
 import system.interrupts  # noqa: F401  # isort: skip
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,7 @@ def entry_point(main: Callable[[Any], None], config_name: str | None = None, swe
     from configs.help_text import help_text
 
     use_utf8()
+    logging.raiseExceptions = False  # of a handler whose stream fails: the stream's own end is handled here
     arguments = sys.argv[1:]
     with handle_failing_output(), one_line_errors(config_name):
         if {"--help", "-h"} & set(arguments):

@@ -160,6 +160,24 @@ def test_files_of_a_run_are_not_what_it_prints_where_streams_are_closed(clean_en
     assert json.loads((log.parent / "summary.json").read_text(encoding="utf-8"))["steps"] == 2
 
 
+def test_text_that_moves_cursors_trains_and_shows_only_pictures_of_it(call, tiny, tmp_path):
+    """And all of it in UTF-8 where the locale has no such letters, as on Windows with the output in a file."""
+    corpus = tmp_path / "книга.txt"
+    corpus.write_text("привет \x1b[2J\x07\x9b2J\u202e\n" * 200, encoding="utf-8")
+    settings = (*tiny, f"data.corpus={corpus}", "trainer.max_steps=2", f"runs_dir={tmp_path / 'runs'}")
+    finished = call("train.py", *settings, runs=tmp_path / "runs", env={"PYTHONIOENCODING": "cp1252"})
+    assert finished.returncode == 0 and finished.stderr == "", finished.stderr
+    log = (finished.path / "train.log").read_text(encoding="utf-8")
+    assert "книга.txt" in finished.stdout and not set("\x1b\x07\x9b\u202e") & set(finished.stdout + log)
+
+
+def test_lines_on_standard_error_go_through_the_door_that_escapes_them():
+    for path in PROJECT.glob("**/*.py"):
+        if "tests" not in path.parts and ".venv" not in path.parts and path.name != "streams.py":
+            printed = re.findall(r"print\(.*file=sys\.stderr", path.read_text(encoding="utf-8"))
+            assert [line for line in printed if '"> "' not in line] == [], path
+
+
 # Lack of memory, and files that cannot be read
 
 
@@ -202,7 +220,7 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
             ["untrained=true", "model.context_length=40000", f"prompt={'a' * 40_000}"],
             "length of the text",
         ),
-        ("analysis.lessons", ["lengths=[4000000]"], "lengths"),
+        ("analysis.lessons", ["lengths=[1500000]"], "lengths"),
     ],
 )
 def test_too_little_memory_is_one_line_that_says_what_to_lower(clean_environment, program, arguments, lower):
