@@ -15,8 +15,9 @@ import platform
 import shlex
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ from system.errors import UserError
 from system.files import written_whole
 from system.memory import refuse_beyond_memory
 from system.text import counted
+from training.ranks import end_with_parent, ignore_stray_variables, is_first
 from training.resume import Resumed, resumed_run
 from training.run_dir import (
     claimed,
@@ -43,7 +45,6 @@ from training.run_dir import (
     removed_if_refused,
     save_config,
     shown,
-    started_by_lightning,
     tensorboard_command,
     this_python,
 )
@@ -61,6 +62,8 @@ say = logging.getLogger("train").info
 def main(config: DictConfig) -> None:
     """One training run, from the config to the summary. Raises UserError for what the user can mend."""
     began = job_start()
+    end_with_parent()
+    ignore_stray_variables()
     resumed = resumed_run(config)  # None: a new run
     config = resumed.config if resumed else config
     refuse_early(config)
@@ -70,6 +73,7 @@ def main(config: DictConfig) -> None:
         from training.checkpointing import StopOnSignal
         from training.error_context import memory_explained, writing_explained
         from training.initial_state import old_weights
+        from training.processes import together
         from training.setup import build_parts, prepare
 
     keep_freed_memory()
@@ -86,7 +90,8 @@ def main(config: DictConfig) -> None:
             with writing_explained(run_dir, resume_command(run_dir), kept), memory_explained(run.config):
                 trainer = build_parts(run, run_dir, stop_on_signal)
                 open_directory(run, run_dir, resumed)
-                with signal_answered(trainer, run_dir):
+                answer = partial(say_stopped, trainer, run_dir)
+                with answered(answer), together(trainer, stop_on_signal, resume_command(run_dir), answer):
                     fit(run, trainer, run_dir)
                     summarise(run, trainer, run_dir)
 
@@ -122,7 +127,7 @@ def open_directory(run: Run, run_dir: Path, resumed: Resumed | None) -> None:
     from training.checkpointing import tidy_checkpoints
     from training.tensorboard import rewind_events
 
-    first = not started_by_lightning()  # of the processes of several devices
+    first = is_first()  # of the processes of several devices
     if first:
         save_config(run.config, run_dir)
     log_to(run_dir)
@@ -135,17 +140,24 @@ def open_directory(run: Run, run_dir: Path, resumed: Resumed | None) -> None:
 
 
 @contextmanager
-def signal_answered(trainer: Trainer, run_dir: Path) -> Iterator[None]:
-    """Says, when a signal stops the run, what is saved and how to go on."""
-    from training.checkpointing import StoppedBySignal, saved_step
+def answered(answer: Callable[[], None]) -> Iterator[None]:
+    """Calls `answer` when a signal stops the run."""
+    from training.checkpointing import StoppedBySignal
 
     try:
         yield
     except StoppedBySignal:
-        step, saved = trainer.global_step, saved_step(trainer)
-        what = "nothing was saved yet" if not saved else "saved" if saved == step else f"saved is step {saved:,}"
-        say(f"stopped at step {step:,}; {what}; go on with: {resume_command(run_dir)}")
+        answer()
         raise
+
+
+def say_stopped(trainer: Trainer, run_dir: Path) -> None:
+    """One line: what is saved of a run that a signal stopped, and how to resume it."""
+    from training.checkpointing import saved_step
+
+    step, saved = trainer.global_step, saved_step(trainer)
+    what = "nothing was saved yet" if not saved else "saved" if saved == step else f"saved is step {saved:,}"
+    say(f"stopped at step {step:,}; {what}; go on with: {resume_command(run_dir)}")
 
 
 def fit(run: Run, trainer: Trainer, run_dir: Path) -> None:

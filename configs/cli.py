@@ -12,8 +12,10 @@ from pathlib import Path
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -23,7 +25,8 @@ from system.files import expand_user
 from system.interrupts import comes_from_ctrl_c
 from system.memory import is_out_of_memory
 from system.streams import handle_failing_output, print_error
-from training.run_dir import escaped, started_by_lightning, sweep_removed_if_refused
+from training.ranks import launcher, started_by_us
+from training.run_dir import escaped, remove, swept_settings
 
 CONFIG_DIR = Path(__file__).resolve().parent
 # Of Hydra's own settings a run may choose how a sweep goes; the rest would move or run things behind our back.
@@ -55,18 +58,19 @@ def run(task: Callable[[DictConfig], None], config_name: str) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come through to us, instead of being printed by Hydra
     with one_line_errors(config_name):
         schema.register()
-        if not started_by_lightning():  # which passes on what this line made of the arguments
-            sweep = bool({"-m", "--multirun"} & set(sys.argv))
-            literal = [as_literal(argument, config_name, sweep) for argument in sys.argv[1:]]
+        if not started_by_us():  # which passes on what this line made of the arguments
+            many = bool({"-m", "--multirun"} & set(sys.argv))
+            literal = [as_literal(argument, config_name, many) for argument in sys.argv[1:]]
             sys.argv[1:] = flags_first(literal, config_name)
             schema.register(only_shown=shows_config(sys.argv[1:]))
 
         composed: list[DictConfig] = []  # empty: an error is one of composing the config
+        sweep = Sweep(config_name)
 
         @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=config_name)
         def job(config: DictConfig) -> None:
             # One line here too: Hydra would print one of its own first.
-            with handle_failing_output(), one_line_errors(config_name), sweep_removed_if_refused():
+            with handle_failing_output(), one_line_errors(config_name), sweep.run():
                 composed.append(config)
                 refuse_unknown_or_missing(config, config_name)
                 resolve_paths(config)
@@ -78,6 +82,43 @@ def run(task: Callable[[DictConfig], None], config_name: str) -> None:
             if composed:
                 raise
             raise UserError(explain(error, config_name)) from error
+        finally:
+            sweep.report()
+        if sweep.failed:
+            sys.exit(2)
+
+
+class Sweep:
+    """What became of the runs of a sweep. One that is refused does not end it, and is named at its end."""
+
+    def __init__(self, config_name: str):
+        self.failed: dict[str, list[str]] = {}  # what was wrong, and with which runs
+        self._config_name = config_name
+        self._num_runs = 0
+        self._directory: Path | None = None
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Around one run, of a sweep or alone. Raises UserError for one alone."""
+        if HydraConfig.get().mode != RunMode.MULTIRUN:
+            yield
+            return
+        self._directory, self._num_runs = Path(HydraConfig.get().sweep.dir), self._num_runs + 1
+        try:
+            if name := launcher():
+                raise UserError(f"a sweep starts the processes of its runs itself. Use python train.py -m, not {name}.")
+            yield
+        except (UserError, HydraException, OmegaConfBaseException) as error:
+            message = str(error) if isinstance(error, UserError) else explain(error, self._config_name)
+            self.failed.setdefault(message, []).append(", ".join(swept_settings()))
+
+    def report(self) -> None:
+        """One line for each thing that was wrong; a sweep without a run that trained leaves nothing."""
+        for message, runs in self.failed.items():
+            which = "" if len(runs) == self._num_runs else f"{'; '.join(runs)}: "
+            print_error(f"{which}{message}")
+        if self.failed and not any(path.is_dir() for path in self._directory.iterdir()):
+            remove(self._directory)
 
 
 def compose(config_name: str, overrides: list[str]) -> DictConfig:

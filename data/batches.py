@@ -140,7 +140,8 @@ class ValBatches:
     """Windows of the split side by side: each target at most once, and all N - 1 of them without a limit.
 
     Only the first id is no target; the last window is padded. With several ranks, rank r takes every
-    world_size-th window from the r-th on, so some may get a batch more than others.
+    world_size-th window from the r-th on, so some may get a batch more than others; one without any gets padding, since
+    Lightning wants a batch of each.
     """
 
     def __init__(
@@ -172,7 +173,8 @@ class ValBatches:
         windows_per_batch = batch_size * world_size  # of all ranks
         kept = min(kept, windows_per_batch * limits.apply("limit_val_batches", -(-kept // windows_per_batch)))
         self.num_predicted = min(self.num_targets, kept * context_length)  # targets, all ranks
-        self.windows = (np.arange(kept) * num_windows // kept)[rank::world_size]
+        spread = np.arange(kept) * num_windows // kept
+        self.windows = spread[rank::world_size] if rank < kept else np.array([num_windows])  # padding alone
 
     def __len__(self) -> int:
         return -(-len(self.windows) // self.batch_size)

@@ -24,6 +24,8 @@ from hydra.core.global_hydra import GlobalHydra
 import sample
 import train
 from configs.entry_point import entry_point
+from training import ranks
+from training.checkpointing import StopOnSignal
 from training.run_dir import job_start
 
 # Tiny tensors gain nothing from a second thread, and several test processes would fight over the cores.
@@ -81,11 +83,21 @@ def newest(runs: Path) -> str:
     return str(found[-1]) if found else ""
 
 
+def hear_signals() -> None:
+    """As in a new process of a terminal, also where the tests run behind nohup or in the background of a script."""
+    for number in StopOnSignal.SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+# Arguments of every subprocess that is sent a signal.
+FOREGROUND = {"preexec_fn": hear_signals} if os.name == "posix" else {}
+
+
 @pytest.fixture(scope="session")
 def clean_environment() -> dict[str, str]:
     """The environment of a process of its own: one thread, and no settings that another test left."""
     ours = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    left_out = ("TINY_GPT_RUN_DIR", "HYDRA_FULL_ERROR", "LOCAL_RANK")
+    left_out = ("TINY_GPT_PARENT", "TINY_GPT_RUN_DIR", "HYDRA_FULL_ERROR", "LOCAL_RANK")
     return {name: value for name, value in os.environ.items() if name not in left_out} | ours
 
 
@@ -93,7 +105,9 @@ def clean_environment() -> dict[str, str]:
 def start(clean_environment) -> Callable[..., subprocess.Popen]:
     """start("train.py", *arguments) is that process, with pipes."""
 
-    def started(script: str, *arguments: str, env: dict[str, str] | None = None, cwd=PROJECT, prefix=()):
+    def started(
+        script: str, *arguments: str, env: dict[str, str] | None = None, cwd=PROJECT, prefix=(), **options
+    ) -> subprocess.Popen:
         return subprocess.Popen(
             [*prefix, sys.executable, str(PROJECT / script), *arguments],
             env=clean_environment | (env or {}),
@@ -101,6 +115,7 @@ def start(clean_environment) -> Callable[..., subprocess.Popen]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            **FOREGROUND | options,
         )
 
     return started
@@ -223,13 +238,14 @@ def _as_process(task: Callable[[], None], monkeypatch, capfd, runs: Path) -> Fin
     """Runs the task as if in a process of its own: what it sets for all of a process is set back."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
-    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signals = {number: signal.getsignal(number) for number in StopOnSignal.SIGNALS}
+    hear_signals()
     root.handlers[:] = []
     capfd.readouterr()
     began, code = time.perf_counter(), 0
     try:
         with monkeypatch.context() as patch, warnings.catch_warnings():
-            for name in ("HYDRA_FULL_ERROR", "TINY_GPT_RUN_DIR"):
+            for name in ("HYDRA_FULL_ERROR", ranks.PARENT):
                 patch.setenv(name, "")
                 patch.delenv(name)
             warnings.simplefilter("default")

@@ -146,7 +146,7 @@ def test_validation_predicts_each_target_once(n, context, batch_size, world_size
     for rank in range(world_size):
         loader = ValBatches(ids(n), context, batch_size, limit, rank, world_size)
         batches = list(loader)
-        assert len(batches) == len(loader)
+        assert len(batches) == len(loader) >= 1  # also of a rank for which there is no window
         for inputs, targets in batches:
             assert inputs.shape == targets.shape and inputs.dtype == targets.dtype == torch.int64
             assert inputs.shape[1] == context and 1 <= len(inputs) <= batch_size

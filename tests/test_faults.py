@@ -16,13 +16,13 @@ import time
 
 import pytest
 import torch
-from conftest import PROJECT
+from conftest import FOREGROUND, PROJECT
 
 import train
 from checkpoint.checkpoint import load_checkpoint
 from checkpoint.io import SEAL_BYTES, read_checkpoint, write_checkpoint
 from system.errors import UserError
-from training.checkpointing import KeepLast
+from training.checkpointing import KeepLast, StopOnSignal
 from training.error_context import cannot_write
 from training.lightning_module import GPTLightning
 
@@ -59,7 +59,7 @@ def assert_curves_grow(events, run_dir):
 # Signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", StopOnSignal.SIGNALS)
 def test_signal_saves_the_last_step_and_says_how_to_go_on(start, train_here, tiny, tmp_path, number, events):
     settings = ("trainer.max_steps=100000", "trainer.val_check_interval=25", f"runs_dir={tmp_path}")
     process = start("train.py", *tiny, *settings)
@@ -134,7 +134,9 @@ def test_ctrl_c_from_the_first_import_on_is_130_and_no_traceback(clean_environme
     for module in ("json", "statistics", "unicodedata", "torch"):  # each program imports one of them, most at once
         (tmp_path / f"{module}.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nprint('goes on')")
     env = clean_environment | {"PYTHONPATH": str(tmp_path)}
-    finished = subprocess.run([sys.executable, *program], cwd=PROJECT, env=env, capture_output=True, timeout=60)
+    finished = subprocess.run(
+        [sys.executable, *program], cwd=PROJECT, env=env, capture_output=True, timeout=60, **FOREGROUND
+    )
     assert (finished.returncode, finished.stdout, finished.stderr) == (130, b"\n", b"")
 
 
@@ -145,6 +147,7 @@ def test_ctrl_c_in_a_benchmark_is_130_and_no_traceback(clean_environment):
         env=clean_environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        **FOREGROUND,
     )
     try:
         wait_for(process, b"round")

@@ -57,3 +57,24 @@ def test_recipe_of_a_sweep_sweeps_and_can_be_narrowed(train_here, tmp_path, monk
     logdir = finished.stdout.splitlines()[-1].partition("--logdir ")[2].split()[0]
     assert logdir == f"runs/{finished.path.name}"  # as one would type it here
     assert list((tmp_path / logdir / "by_context_length").glob("events.*"))
+
+
+@pytest.mark.parametrize("heads", ["2,5,4", "5,2"])
+def test_run_of_a_sweep_that_is_refused_is_named_at_the_end_and_the_others_run(train_here, heads):
+    finished = train_here("-m", f"model.num_heads={heads}", "trainer.max_steps=2", "validations=1")
+    assert "model.num_heads=5: d_model 32 is not divisible by num_heads 5" in finished.error
+    done = {path.parent.name.partition("_")[2] for path in finished.path.glob("*/summary.json")}
+    assert done == {f"model.num_heads_{number}" for number in heads.split(",") if number != "5"}
+
+
+def test_sweep_with_a_run_that_is_refused_still_draws_its_curves(train_here):
+    finished = train_here("-m", "model.context_length=4,100000,8", "trainer.max_steps=2", "validations=1")
+    assert finished.returncode == 2 and "model.context_length=100000: " in finished.stderr, finished
+    assert (finished.path / "by_context_length").is_dir() and "by_context_length" in finished.stdout
+
+
+def test_sweep_of_which_every_run_is_refused_leaves_nothing(train_here):
+    finished = train_here("-m", "model.num_heads=5,7", "trainer.max_steps=2")
+    lines = finished.stderr.splitlines()
+    assert finished.returncode == 2 and len(lines) == 2 and finished.dir == ""
+    assert lines[0].startswith("error: model.num_heads=5: ") and lines[1].startswith("error: model.num_heads=7: ")

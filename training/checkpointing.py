@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
@@ -159,22 +160,27 @@ def best_or_last(directory: Path) -> Path:
 
 
 class StopOnSignal(Callback):
-    """Ctrl-C or SIGTERM: the step, and a validation that is due, are finished; all is saved; training stops.
+    """Ctrl-C, SIGTERM or SIGHUP: the step, and a validation that is due, are finished; all is saved; training stops.
 
-    A second signal, or one outside of training, stops at once. As a context manager it takes the signals over, and
-    ends the process with 128 and the signal's number.
+    A second signal, or one outside of training, stops at once. As a context manager it takes the signals over, but for
+    those that are ignored, as SIGHUP behind nohup, and ends the process with 128 and the signal's number.
+
+    With several processes a signal to any of them stops all after the same step: a few times a second, at steps that
+    are the same for all, they tell each other what they received.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+    SECONDS_BETWEEN_TALKS = 0.2
 
     def __init__(self):
+        self.training = False  # a signal waits for the step's end
         self._keep: KeepLast | None = None
-        self._received: int | None = None
-        self._training = False
+        self._received = 0  # the signal's number
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopOnSignal":
-        self._before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        heard = [number for number in self.SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._handle) for number in heard}
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback) -> None:
@@ -185,28 +191,47 @@ class StopOnSignal(Callback):
             sys.exit(128 + error.args[0])
 
     def _handle(self, number: int, frame) -> None:
-        if not self._training or self._received is not None:
+        if not self.training or self._received:
             raise StoppedBySignal(number)
         self._received = number
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        """From now on a signal waits for the step's end. Lightning has put its own handler before ours."""
-        for number in self.SIGNALS:
-            signal.signal(number, self._handle)
+        """From now on a signal waits for the step's end."""
         self._keep = keep_last(trainer)
-        self._training = True
+        self.training = True
+        if trainer.world_size > 1:
+            self._group = torch.distributed.new_group(backend="gloo")  # numbers in the CPU's memory
+            self._steps_between, self._steps_left, self._talked_at = 1, 1, time.monotonic()
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Tensor, batch_idx: int) -> None:
-        """Saves and stops, if a signal came during the step before."""
-        if self._received is not None and begins_step(trainer, batch_idx):
+        """Saves and stops, if a signal came during the steps before."""
+        if begins_step(trainer, batch_idx) and (number := self._received_by_any(trainer)):
             self._keep.save(trainer)
-            raise StoppedBySignal(self._received)
+            raise StoppedBySignal(number)
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Stops before the last validation, which a resumed run makes up for; all is saved already."""
-        self._training = False
-        if self._received is not None:
-            raise StoppedBySignal(self._received)
+        self._steps_left = 1
+        number = self._received_by_any(trainer)
+        self.training = False
+        if number:
+            raise StoppedBySignal(number)
+
+    def _received_by_any(self, trainer: Trainer) -> int:
+        """The signal that this process received, or another one; 0: none, or the others were not asked."""
+        if trainer.world_size == 1:
+            return self._received
+        self._steps_left -= 1
+        if self._steps_left > 0:
+            return 0
+        seconds = time.monotonic() - self._talked_at
+        heard = torch.tensor([self._received, seconds], dtype=torch.float64)
+        torch.distributed.all_reduce(heard, torch.distributed.ReduceOp.MAX, self._group)
+        number, seconds = heard.tolist()
+        pace = self._steps_between * self.SECONDS_BETWEEN_TALKS / max(seconds, 1e-3)
+        self._steps_between = self._steps_left = max(1, min(2 * self._steps_between, int(pace)))
+        self._talked_at = time.monotonic()
+        return int(number)
 
 
 class StoppedBySignal(BaseException):

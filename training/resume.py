@@ -16,7 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from system.errors import UserError
-from training.run_dir import given_keys, in_use, inherited_run_dir
+from training.ranks import told_run_dir
+from training.run_dir import given_keys, in_use
 
 # What weights, optimiser state and the order of batches were made with. The text may lie elsewhere: what it says is
 # compared (training/initial_state.py).
@@ -62,7 +63,7 @@ def resumed_run(config: DictConfig) -> Resumed | None:
 
 def _place(choice: str, runs_dir: Path) -> tuple[Path, Path | None]:
     """The run's directory, and its checkpoint if there is one."""
-    path = inherited_run_dir() or (_newest_unfinished(runs_dir) if choice == "true" else Path(choice).absolute())
+    path = told_run_dir() or (_newest_unfinished(runs_dir) if choice == "true" else Path(choice).absolute())
     if path.suffix == ".ckpt" and path.is_file():
         return path.parents[1], path
     if not (path / "config.yaml").is_file():

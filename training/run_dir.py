@@ -29,14 +29,7 @@ from system.errors import UserError
 from system.files import expand_user, written_whole
 from system.streams import write_nowhere
 from system.text import escape_control_chars
-
-# Lightning starts one process a further device; they inherit the directory of the first.
-_INHERITED = "TINY_GPT_RUN_DIR"
-
-
-def started_by_lightning() -> bool:
-    """Whether another process of this run, that of the first device, started this one."""
-    return os.environ.get("LOCAL_RANK", "0") != "0" and _INHERITED in os.environ
+from training.ranks import is_first, tell_run_dir, told_run_dir
 
 
 def new_run_dir(config: DictConfig) -> Path:
@@ -44,38 +37,37 @@ def new_run_dir(config: DictConfig) -> Path:
 
     Raises UserError where it cannot be made.
     """
-    if inherited := inherited_run_dir():
-        return inherited
+    if told := told_run_dir():
+        return told
     hydra = HydraConfig.get()
     if hydra.mode == RunMode.MULTIRUN:
-        given = {argument.partition("=")[0]: argument for argument in sys.argv}  # as typed: the same in all jobs
-        swept = [override for override in hydra.overrides.task if given.get(override.partition("=")[0]) != override]
-        changed = re.sub(r"[^\w.,-]+", "_", ",".join(swept))[:80]
+        changed = re.sub(r"[^\w.,-]+", "_", ",".join(swept_settings()))[:80]
         run_dir = make_new_dir(Path(hydra.sweep.dir), f"{hydra.job.num:02d}_{changed}")
     else:
         run_dir = make_new_dir(Path(config.runs_dir).absolute(), time_stamp())
     return run_dir
 
 
-def inherited_run_dir() -> Path | None:
-    """The run's directory, in a process of a further device."""
-    return Path(os.environ[_INHERITED]) if started_by_lightning() else None
+def swept_settings() -> list[str]:
+    """The settings of this run of a sweep that are not the same in all of its runs."""
+    given = {argument.partition("=")[0]: argument for argument in sys.argv}  # as typed: the same in all
+    return [text for text in HydraConfig.get().overrides.task if given.get(text.partition("=")[0]) != text]
 
 
 @contextmanager
 def claimed(run_dir: Path) -> Iterator[None]:
-    """Makes the directory this process's own, and that of its further devices, until it ends, however it ends.
+    """Makes the directory this process's own, and that of the others of its run, until it ends, however it ends.
 
     Raises UserError where another process trains in it.
     """
-    if inherited_run_dir():
+    if not is_first():
         yield
         return
-    os.environ[_INHERITED] = str(run_dir)
     descriptor = os.open(run_dir, os.O_RDONLY) if fcntl else None
     try:
         if not _lock(descriptor):
             raise UserError(f"another process is training in {run_dir}. Wait for it, or stop it.")
+        tell_run_dir(run_dir)
         yield
     finally:
         if descriptor is not None:
@@ -120,7 +112,7 @@ def removed_if_refused(run_dir: Path, unless: Callable[[], Any]) -> Iterator[Non
     try:
         yield
     except Exception:
-        if unless():
+        if unless() or not is_first():
             raise
         log_to(None)
         remove(run_dir)
@@ -132,18 +124,6 @@ def remove(run_dir: Path) -> None:
     shutil.rmtree(run_dir, ignore_errors=True)
     with suppress(OSError):  # it has other runs
         run_dir.parent.rmdir()
-
-
-@contextmanager
-def sweep_removed_if_refused() -> Iterator[None]:
-    """The same for the directory of a sweep whose first run is refused; Hydra has written multirun.yaml there."""
-    try:
-        yield
-    except UserError:
-        hydra = HydraConfig.get()
-        if hydra.mode == RunMode.MULTIRUN and not any(path.is_dir() for path in Path(hydra.sweep.dir).iterdir()):
-            remove(Path(hydra.sweep.dir))
-        raise
 
 
 @cache  # Hydra asks more than once in a sweep, and means the same directory
@@ -207,7 +187,7 @@ def log_to(run_dir: Path | None) -> None:
         root.removeHandler(handler)
         handler.close()
     handlers: list[logging.Handler] = [_Screen()]
-    if started_by_lightning():
+    if not is_first():
         handlers = [logging.NullHandler()]
     elif run_dir is not None:
         handlers.append(_LogFile(run_dir / "train.log", encoding="utf-8", errors="backslashreplace"))

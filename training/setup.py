@@ -25,6 +25,8 @@ from training.compile import compile_if_wanted
 from training.datamodule import TextData
 from training.initial_state import OldWeights, with_network_of
 from training.lightning_module import GPTLightning
+from training.processes import Processes
+from training.ranks import launcher
 from training.trainer import batch_limits, build_trainer, expected_device, refuse_time_on_several_devices, resolve
 
 
@@ -135,6 +137,9 @@ def build_parts(run: Run, run_dir: Path, stop_on_signal: StopOnSignal) -> Traine
     if run.old:
         finished = (run_dir / "summary.json").exists()
         run.old.refuse_reached(trainer, run.config, len(run.data.train_dataloader()), finished)
+    if trainer.world_size > 1 and not launcher():
+        environment = trainer.strategy.cluster_environment
+        trainer.strategy._launcher = Processes(environment, trainer.world_size, run_dir)
     precision = trainer.precision_plugin.forward_context()
     compile_if_wanted(run.network, run.config.compile, trainer.strategy.root_device, precision)
     return trainer

@@ -20,6 +20,7 @@ from data.batches import BatchLimits
 from model import kernels
 from model.kernels.bfloat16 import BF16_MATMUL, bf16_matmul, has_bf16_units
 from system.errors import UserError
+from training.processes import check_processes, cluster_environment, launched_devices
 from training.progress import NEVER, RunTimer, ValidationSchedule
 
 # Every option of Lightning's Trainer is in one of these three tables, says tests/test_trainer.py.
@@ -78,12 +79,16 @@ def build_trainer(options: Mapping[str, Any], validations: int, callbacks: list[
     schedule = ValidationSchedule(validations, options.get("val_check_interval"))
     # Our schedule says when to validate, counting batches of the run: an interval may exceed an epoch.
     ours |= {"val_check_interval": NEVER, "check_val_every_n_epoch": None}
+    passed = launched_devices() | passed
+    ours["plugins"] = [*ours.get("plugins", []), cluster_environment()]
     try:
         trainer = Trainer(callbacks=[*callbacks, schedule, timer], **ours, **passed)
     except (MisconfigurationException, TypeError, ValueError, RuntimeError, ImportError) as error:
         reason = " ".join(str(error).split())
         also = f", and here auto and {BF16_MATMUL}" if reason.startswith("Precision ") else ""
         raise UserError(f"trainer: {reason}{also}") from error
+    check_processes(trainer, options.get("strategy"))
+    trainer._signal_connector.register_signal_handlers = lambda: None  # StopOnSignal answers them
     skip_empty_hooks(trainer)
     return trainer
 
