@@ -73,6 +73,7 @@ def run(task: Callable[[DictConfig], None], config_name: str) -> None:
             with handle_failing_output(), one_line_errors(config_name), sweep.run():
                 composed.append(config)
                 refuse_unknown_or_missing(config, config_name)
+                refuse_sweep_of_launcher()
                 resolve_paths(config)
                 task(config)
 
@@ -105,8 +106,6 @@ class Sweep:
             return
         self._directory, self._num_runs = Path(HydraConfig.get().sweep.dir), self._num_runs + 1
         try:
-            if name := launcher():
-                raise UserError(f"a sweep starts the processes of its runs itself. Use python train.py -m, not {name}.")
             yield
         except (UserError, HydraException, OmegaConfBaseException) as error:
             message = str(error) if isinstance(error, UserError) else explain(error, self._config_name)
@@ -119,6 +118,14 @@ class Sweep:
             print_error(f"{which}{message}")
         if self.failed and not any(path.is_dir() for path in self._directory.iterdir()):
             remove(self._directory)
+
+
+def refuse_sweep_of_launcher() -> None:
+    """Raises UserError: each of the launcher's processes would have a sweep of its own."""
+    if launcher() and HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise UserError(
+            f"a sweep starts the processes of its runs itself. Use python train.py -m, without {launcher()}."
+        )
 
 
 def compose(config_name: str, overrides: list[str]) -> DictConfig:

@@ -10,8 +10,11 @@ import time
 import psutil
 import pytest
 from conftest import FOREGROUND, PROJECT
+from lightning.pytorch import Trainer
 
 from checkpoint.checkpoint import load_checkpoint
+from system.errors import UserError
+from training.processes import check_processes, launched_devices
 
 TWO = ("trainer.devices=2", "trainer.accelerator=cpu")
 ENDLESS = ("trainer.max_steps=100000", "trainer.val_check_interval=10")
@@ -132,10 +135,20 @@ TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE
 TORCHRUN |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}
 
 
-def test_launcher_and_devices_that_disagree_are_named(call, tiny, tmp_path):
-    where = (f"runs_dir={tmp_path}", "trainer.max_steps=2")
+def test_launcher_and_devices_that_disagree_are_named(monkeypatch, tmp_path):
+    trainer = Trainer(devices=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    check_processes(trainer, "auto")
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="torchrun started 2 processes, but trainer.devices x trainer.num_nodes is 1"):
+        check_processes(trainer, "auto")
+    assert launched_devices() == {"devices": 2, "num_nodes": 1}
+
+
+def test_launcher_of_a_sweep_is_refused(call, tiny, tmp_path):
+    where = (f"runs_dir={tmp_path / 'runs'}", "trainer.max_steps=2")
     finished = call("train.py", *tiny, *where, "-m", "seed=0,1", env=TORCHRUN)
-    assert "not torchrun" in finished.error and not list(tmp_path.iterdir())
+    assert "without torchrun" in finished.error and not list(tmp_path.iterdir())
 
 
 STRAY = {"LOCAL_RANK": "1", "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "none", "SLURM_NTASKS": "2"}
