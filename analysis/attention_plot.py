@@ -1,13 +1,17 @@
 """Attention weights and head scores as pictures: layers x heads as small multiples, on one colour scale.
 
 Drawn straight into pixels: a picture is due at every validation, and a plotting library would take longer than
-the validation itself. Only its font is borrowed.
+the validation itself. Only its font is borrowed; characters it lacks come from a font of the system.
 """
 
 import io
+import logging
 import re
 import textwrap
+import unicodedata
+from collections.abc import Iterator
 from functools import cache, lru_cache
+from itertools import groupby
 from pathlib import Path
 
 import matplotlib
@@ -20,7 +24,14 @@ from system.errors import UserError
 from system.files import write_output
 
 PAPER, MASKED, INK, FAINT_INK, FRAME = (rgb(LIGHT[name]) for name in ("paper", "masked", "ink", "faint", "line"))
-FONT = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSansMono.ttf"
+logger = logging.getLogger(__name__)
+FONT = str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSansMono.ttf")
+# Fonts with Chinese, Japanese and Korean characters, by how their files' names begin on the usual systems.
+CJK_FONTS = (
+    *("notosansmonocjk", "notosanscjk", "notoserifcjk", "sourcehan", "wqy-", "droidsansfallback", "unifont"),
+    *("pingfang", "hiragino", "applesdgothic", "stheiti", "arial unicode"),
+    *("msyh", "simsun", "yugoth", "meiryo", "msgothic", "malgun", "ipag", "vl-gothic", "takao", "nanumgothic"),
+)
 MAX_PIXELS = 16_000  # a side; more is no picture that anything opens
 
 
@@ -150,29 +161,76 @@ def save(picture: np.ndarray, path: Path) -> None:
 
 
 @cache
-def _font(size: int) -> ImageFont.FreeTypeFont:
-    return ImageFont.truetype(str(FONT), size)
+def _font(size: int, file: str = FONT) -> ImageFont.FreeTypeFont:
+    return ImageFont.truetype(file, size)
 
 
 @cache
-def _known_characters() -> frozenset[int]:
-    return frozenset(FT2Font(str(FONT)).get_charmap())
+def _known_characters(file: str) -> frozenset[int]:
+    """Code points that the font has; none if it cannot be drawn with, as one of coloured pictures."""
+    try:
+        _font(10, file)
+        return frozenset(FT2Font(file).get_charmap())
+    except (OSError, RuntimeError):
+        return frozenset()
+
+
+@cache
+def _system_fonts() -> tuple[str, ...]:
+    """Files of the installed fonts, those with Chinese, Japanese and Korean characters first."""
+    from matplotlib.font_manager import findSystemFonts  # here: it takes a moment, and few texts need it
+
+    files = sorted(findSystemFonts())
+    return tuple(sorted(files, key=lambda file: not Path(file).name.lower().startswith(CJK_FONTS)))
+
+
+@cache
+def _font_of(char: str) -> str | None:
+    """File of the font to draw a character with; None: no font has it."""
+    if ord(char) in _known_characters(FONT):
+        return FONT
+    return next((file for file in _system_fonts() if ord(char) in _known_characters(file)), None)
 
 
 def _drawable(text: str) -> str:
-    """Characters the font lacks by their number, as Python writes it: better than a box for all of them."""
-    known = _known_characters()
-    text = "".join(char if ord(char) in known else char.encode("unicode_escape").decode() for char in text)
+    """Characters that no font has by their number, as Python writes it: better than a box for all of them."""
+    for char in text:
+        if _font_of(char) is None and char.isalpha():
+            _say_what_to_install("fonts-noto-cjk" if unicodedata.east_asian_width(char) in "WF" else "fonts-noto-core")
+    text = "".join(char if _font_of(char) else char.encode("unicode_escape").decode() for char in text)
     return re.sub("(?<=[↵→])(?=[↵→])", " ", text)  # arrows fill their place: two would become one line
 
 
+@cache  # once
+def _say_what_to_install(package: str) -> None:
+    logger.warning(
+        "labels of the attention maps show some characters by their numbers: no installed font has them. Install one, "
+        "for example on Debian: apt-get install %s",
+        package,
+    )
+
+
+def _pieces(text: str) -> Iterator[tuple[str, str]]:
+    """The text cut where another font has to go on: font file and piece."""
+    for file, chars in groupby(text, _font_of):
+        yield file or FONT, "".join(chars)
+
+
 def _width(text: str, size: int) -> int:
-    return round(_font(size).getlength("0") * len(text))  # every character has one width
+    return round(sum(_font(size, file).getlength(piece) for file, piece in _pieces(text)))
+
+
+def _write(draw: ImageDraw.ImageDraw, place: tuple[float, float], text: str, color, size: int, anchor: str) -> None:
+    """Writes with as many fonts as it takes; `anchor` as in Pillow, but from the left."""
+    x, y = place
+    for file, piece in _pieces(text):
+        draw.text((x, y), piece, color, _font(size, file), anchor=anchor)
+        x += _font(size, file).getlength(piece)
 
 
 def _writer(draw: ImageDraw.ImageDraw, size: int):
-    font = _font(size)
-    return lambda x, y, text, color: draw.text((x, y), text, color, font)
+    ascent, _ = _font(size).getmetrics()
+    return lambda x, y, text, color: _write(draw, (x, y + ascent), text, color, size, "ls")
 
 
 @lru_cache(maxsize=8)  # a run draws the same tokens at every validation
@@ -181,8 +239,8 @@ def _strip(labels: tuple[str, ...], cell: int, margin: int, size: int) -> Image.
     strip = Image.new("L", (margin, len(labels) * cell))
     draw = ImageDraw.Draw(strip)
     for index, label in enumerate(labels):
-        place = (margin - 4 * size // 10, max(index * cell + cell // 2, size * 6 // 10))  # the first one, whole
-        draw.text(place, label, 255, _font(size), anchor="rm")
+        left = margin - 4 * size // 10 - sum(_font(size, file).getlength(piece) for file, piece in _pieces(label))
+        _write(draw, (left, max(index * cell + cell // 2, size * 6 // 10)), label, 255, size, "lm")  # the first, whole
     return strip
 
 

@@ -9,10 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fontTools.fontBuilder import FontBuilder
+from fontTools.pens.ttGlyphPen import TTGlyphPen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from analysis import attention_plot
 from analysis import inspect_attention as see
 from analysis.attention_plot import MASKED, _drawable, _strip, draw_attention, draw_head_scores
 from analysis.colors import SCALE, color_rows
@@ -157,6 +160,58 @@ def test_every_cell_has_the_colour_of_its_weight():
     for query, key in [(0, 0), (31, 0), (31, 31), (17, 4)]:
         expected = on_white[color_rows(maps[0, 0, query, key])].round()
         np.testing.assert_array_equal(picture[top + query * cell, left + key * cell], expected)
+
+
+@pytest.fixture
+def fonts(monkeypatch):
+    """fonts(*files) are those of the system from now on."""
+    caches = (attention_plot._font_of, attention_plot._say_what_to_install, attention_plot._strip)
+
+    def installed(*files):
+        monkeypatch.setattr(attention_plot, "_system_fonts", lambda: tuple(map(str, files)))
+        for cached in caches:
+            cached.cache_clear()
+
+    yield installed
+    for cached in caches:
+        cached.cache_clear()
+
+
+def font_with(path, characters):
+    """A font in which each of these characters is a square."""
+    pen = TTGlyphPen(None)
+    for draw, point in zip((pen.moveTo, *[pen.lineTo] * 3), [(100, 0), (900, 0), (900, 800), (100, 800)], strict=True):
+        draw(point)
+    pen.closePath()
+    names = {ord(char): f"glyph{index}" for index, char in enumerate(characters)}
+    glyphs = dict.fromkeys([".notdef", *names.values()], pen.glyph())
+    builder = FontBuilder(1000, isTTF=True)
+    builder.setupGlyphOrder(list(glyphs))
+    builder.setupCharacterMap(names)
+    builder.setupGlyf(glyphs)
+    builder.setupHorizontalMetrics(dict.fromkeys(glyphs, (1000, 100)))
+    builder.setupHorizontalHeader(ascent=800, descent=-200)
+    builder.setupNameTable({"familyName": "Squares", "styleName": "Regular"})
+    builder.setupOS2()
+    builder.setupPost()
+    builder.save(path)
+    return path
+
+
+def test_characters_that_our_font_lacks_are_drawn_with_one_of_the_system(fonts, tmp_path, caplog):
+    broken = tmp_path / "broken.ttf"
+    broken.write_bytes(b"no font")
+    fonts(broken, font_with(tmp_path / "squares.ttf", "漢字"))
+    assert _drawable("a漢字") == "a漢字" and caplog.text == ""
+    inked = np.asarray(_strip((_drawable("漢a字"),), 30, 90, 20)).max(0) > 40
+    assert (np.diff(inked.astype(int)) == 1).sum() == 3 and inked.sum() > 35  # two squares of 16, and a letter
+    assert draw_attention(np.ones((1, 1, 1, 1), np.float32), ["漢字"], "字").shape[2] == 3
+
+
+def test_characters_of_no_font_are_shown_by_number_and_the_package_is_named_once(fonts, caplog):
+    fonts()
+    assert _drawable("显a") == "\\u663ea" and _drawable("示") == "\\u793a"
+    assert caplog.text.count("apt-get install fonts-noto-cjk") == 1 and len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("label", ["↵↵", ".↵↵", "→→", "↵→↵"])
