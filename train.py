@@ -174,7 +174,13 @@ def fit(run: Run, trainer: Trainer, run_dir: Path) -> None:
     goes_on = run.old is not None and run.old.goes_on
     trainer.fit(run.module, datamodule=run.data, ckpt_path=run.old.path if goes_on else None)
     best = best_or_last(run_dir / "checkpoints")
-    trainer.validate(run.module, run.data.whole_validation(), ckpt_path=best, verbose=False)
+    if run.timer and run.timer.out_of_time(run.module.validation["tokens"]):  # it would see fewer tokens than that
+        say("the budget leaves no time for a last validation: the figures are those of one in training")
+        return
+    whole = run.data.whole_validation()
+    trainer.validate(run.module, whole, ckpt_path=best, verbose=False)
+    if whole.cut:
+        say(f"the last validation saw {run.module.validation['tokens']:,} tokens: the budget leaves no time for more")
     if trainer.is_global_zero:
         record_validation(best, run.module.validation)
 
@@ -201,10 +207,9 @@ def summarise(run: Run, trainer: Trainer, run_dir: Path) -> None:
     best, metrics = load_checkpoint(run_dir / "checkpoints" / "best.ckpt"), run.metrics
     start = best.tokenizer.encode_ordinary("\n")
     text = best.tokenizer.decode(list(generate(best.network, start, SamplingConfig(max_new_tokens=150))))
+    losses = (best.validation["nats_per_token"], best.validation["bits_per_byte"])
     speed = (metrics.step_ms, metrics.tokens_per_second)
-    trainer.logger.log_final(
-        (*best.validation.values(), *speed), trainer.global_step, best.network.config.context_length
-    )
+    trainer.logger.log_final((*losses, *speed), trainer.global_step, best.network.config.context_length)
     summary = figures(run, trainer, best, run_dir)
     with written_whole(run_dir / "summary.json", run_dir / "summary.tmp") as file:  # then the run is finished
         file.write((json.dumps(summary, indent=2) + "\n").encode())
@@ -218,6 +223,8 @@ def figures(run: Run, trainer: Trainer, best: Checkpoint, run_dir: Path) -> dict
     return {
         "val_nats_per_token": best.validation["nats_per_token"],
         "val_bits_per_byte": best.validation["bits_per_byte"],
+        "val_tokens": int(best.validation.get("tokens", 0)),
+        "val_tokens_in_split": len(run.data.val_tokens) - 1,
         "seconds": round(time.monotonic() - run.began, 2),
         "steps": trainer.global_step,
         "tokens": metrics.tokens,
@@ -241,9 +248,11 @@ def conclusion(summary: dict[str, Any], text: str, run_dir: Path, vocab_size: in
     """The last lines of a run: its figures, a little of what the best checkpoint writes, and what to do with it."""
     place = shlex.quote(str(shown(run_dir)))
     lines = [line for line in text.split("\n") if line.strip()]
+    seen, whole = summary["val_tokens"], summary["val_tokens_in_split"]
+    cut = f", over {seen:,} of {whole:,} tokens" if seen < whole else ""
     return (
         f"\nbest checkpoint, step {summary['best_step']:,} of {summary['steps']:,}: validation "
-        f"{summary['val_nats_per_token']:.3f} nats per token, {summary['val_bits_per_byte']:.3f} bits per byte\n"
+        f"{summary['val_nats_per_token']:.3f} nats per token, {summary['val_bits_per_byte']:.3f} bits per byte{cut}\n"
         + _uniform_or_worse(summary["val_nats_per_token"], summary["val_bits_per_byte"], vocab_size)
         + f"{summary['seconds']:.0f} seconds in all, "
         f"{summary['tokens_per_second']:,.0f} tokens per second in training\n"

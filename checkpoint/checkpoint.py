@@ -2,8 +2,8 @@
 
 A checkpoint is a dictionary of plain values and tensors: Lightning's own entries, and under the key
 `gpt` all it takes to write text: {"format", "model": GPTConfig's fields, "tokenizer": the merges, "step",
-"validation": {"nats_per_token", "bits_per_byte"}}. How it lies on the disk, and why reading it runs no code, is in
-checkpoint/io.py; the other way to keep a network in checkpoint/safetensors_io.py.
+"validation": {"nats_per_token", "bits_per_byte", "tokens"}}. How it lies on the disk, and why reading it runs no code,
+is in checkpoint/io.py; the other way to keep a network in checkpoint/safetensors_io.py.
 """
 
 from dataclasses import asdict, dataclass
@@ -67,8 +67,10 @@ def gpt_entry(config: GPTConfig, tokenizer: tiktoken.Encoding, step: int, valida
 
 
 def record_validation(path: Path, validation: dict[str, float]) -> None:
-    """Replaces the validation figures in a checkpoint, by those over the whole split."""
+    """Replaces the validation figures in a checkpoint by those of the last one, unless that saw fewer tokens."""
     content = read_checkpoint(path)
+    if validation["tokens"] < content["gpt"]["validation"].get("tokens", 0):
+        return
     content["gpt"]["validation"] = validation
     write_checkpoint(content, path)
 

@@ -154,10 +154,13 @@ class ValBatches:
         world_size: int = 1,
         val_fraction: float | None = None,
         limits: BatchLimits = NO_LIMITS,
+        out_of_time: Callable[[], bool] | None = None,
     ):
         """`limit_tokens` and `limits` keep fewer targets, in windows evenly spread over the split.
 
-        `val_fraction` is only there to be named in the message. Raises UserError if N < 2, or if the limits leave none.
+        `out_of_time` is asked before each batch but the first: True leaves out the rest, and `cut` says so. What comes
+        before that is spread over the split too. `val_fraction` is only there to be named in the message. Raises
+        UserError if N < 2, or if the limits leave none.
         """
         if len(tokens) < 2:
             raise UserError(
@@ -175,13 +178,21 @@ class ValBatches:
         self.num_predicted = min(self.num_targets, kept * context_length)  # targets, all ranks
         spread = np.arange(kept) * num_windows // kept
         self.windows = spread[rank::world_size] if rank < kept else np.array([num_windows])  # padding alone
+        if out_of_time:
+            np.random.Generator(np.random.PCG64(0)).shuffle(self.windows)
+        self.out_of_time = out_of_time
+        self.cut = False
 
     def __len__(self) -> int:
         return -(-len(self.windows) // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Inputs and targets, (B, T) int64 each; the last batch has fewer rows."""
+        self.cut = False
         for first in range(0, len(self.windows), self.batch_size):
+            if first and self.out_of_time and self.out_of_time():
+                self.cut = True
+                return
             windows = self.windows[first : first + self.batch_size]  # (B,)
             at = windows[:, None] * self.context_length + np.arange(self.context_length)  # (B, T)
             padding = at >= self.num_targets

@@ -26,7 +26,7 @@ class DataConfig:
     """Windows a batch on each device."""
     val_tokens: int | None = 32_768
     """Validations during training predict so many tokens, evenly spread over the split; None is all of them.
-    The final figure is always over the whole split."""
+    The final figure is over the whole split, as far as a budget allows."""
     cache_dir: str | None = None
     """Where learned merges and encoded text are kept, the 64 files used last; None is `.cache` in the project.
     It can be deleted at any time."""

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,64 @@ def train_here(tmp_path, tiny, monkeypatch, capfd) -> Callable[..., Finished]:
         return _as_process(lambda: entry_point(train.main, "train", sweeps=True), monkeypatch, capfd, runs)
 
     return trained
+
+
+@dataclass
+class FakeClock:
+    """A clock that moves only where a run works, and by as many seconds as a test says; they are those of an idle
+    machine, and become `load` times as many."""
+
+    start: float = 4.0
+    step: float = 0.25
+    validation_batch: float = 0.02
+    pictures: float = 0.1
+    exit: float = 0.4
+    load: Callable[[float], float] = lambda now: 1.0  # how busy the machine is so many seconds after the clock's start
+    now: float = 0.0
+    processor: float = 0.0
+
+    BEGAN = 1000.0
+
+    def read(self) -> float:
+        """No two readings are equal: libraries divide by the difference."""
+        self.now += 1e-6
+        return self.BEGAN + self.now
+
+    def spend(self, seconds: float) -> None:
+        self.now += seconds * self.load(self.now)
+        self.processor += seconds
+
+    def taken_by(self, function: Callable, name: str) -> Callable:
+        """The function, which takes as long as the field of that name says."""
+
+        @wraps(function)
+        def taking_time(*args, **kwargs):
+            self.spend(getattr(self, name))
+            return function(*args, **kwargs)
+
+        return taking_time
+
+
+@pytest.fixture
+def clock(monkeypatch) -> FakeClock:
+    """The clock of runs in this process: their times are the same on every machine."""
+    import analysis.attention_plot as attention_plot
+    import training.setup as setup
+    from training.lightning_module import GPTLightning
+
+    clock = FakeClock()
+    for name in ("monotonic", "perf_counter"):
+        monkeypatch.setattr(time, name, clock.read)
+    monkeypatch.setattr(time, "process_time", lambda: clock.processor)
+    monkeypatch.setattr(setup, "measured_speed", clock.taken_by(lambda device, precision: 1e9, "start"))
+    for owner, function, seconds in (
+        (GPTLightning, "training_step", "step"),
+        (GPTLightning, "validation_step", "validation_batch"),
+        (attention_plot, "draw_attention", "pictures"),
+        (train, "figures", "exit"),  # of summary.json, which has the seconds
+    ):
+        monkeypatch.setattr(owner, function, clock.taken_by(getattr(owner, function), seconds))
+    return clock
 
 
 @pytest.fixture

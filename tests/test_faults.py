@@ -487,22 +487,16 @@ def test_checkpoint_of_another_network_is_named(train_here, stopped_run, tiny_ru
 
 # Clocks
 
-BACKWARDS = """
-import time
-real, began = time.time, time.monotonic()
-time.time = lambda: real() - ({jump} if time.monotonic() - began > {after} else 0)
-"""
 
-
-def test_clock_that_goes_backwards_changes_nothing(call, tiny, tmp_path, events):
-    (tmp_path / "sitecustomize.py").write_text(BACKWARDS.format(jump=7200, after=3))
-    settings = ("budget=12s", "validations=3", f"runs_dir={tmp_path / 'runs'}", *(s for s in tiny if "vocab" not in s))
-    finished = call("train.py", *settings, env={"PYTHONPATH": str(tmp_path)}, runs=tmp_path / "runs")
+def test_clock_that_goes_backwards_changes_nothing(train_here, tiny, monkeypatch, clock, events):
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() - (7200 if clock.now > 8 else 0))  # two hours back, in the run
+    finished = train_here("budget=16s", "validations=3", settings=tuple(s for s in tiny if "vocab" not in s))
     assert finished.returncode == 0, finished
-    assert 0.5 * finished.seconds < finished.summary["seconds"] <= finished.seconds + 0.1
-    (tmp_path / "sitecustomize.py").write_text(BACKWARDS.format(jump=86400, after=0))  # a day before its beginning
-    extended = call("train.py", f"resume={finished.dir}", "budget=14s", env={"PYTHONPATH": str(tmp_path)})
-    assert extended.returncode == 0 and "budget 12s -> 14s" in extended.stdout, extended
+    assert 15 < finished.summary["seconds"] < 17
+    monkeypatch.setattr(time, "time", lambda: real() - 86400)  # a day before its beginning
+    extended = train_here(f"resume={finished.dir}", "budget=18s", settings=())
+    assert extended.returncode == 0 and "budget 16s -> 18s" in extended.stdout, extended
     assert_curves_grow(events, finished.path)
     files = sorted(path.name for path in finished.path.glob("events*"))
     assert len(files) == 2 and files[0].endswith("earlier")

@@ -24,12 +24,12 @@ from model.flops import matrix_weights, step_flops
 from model.gpt import GPT
 from model.kernels.bfloat16 import matmul_precision
 from system.errors import UserError
+from training.budget_timer import END_S, WHOLE_SHARE
 from training.optim import build_optimizer
 from training.run_dir import given_keys
 from training.trainer import bounds, parse_duration
 
 DEFAULT_TIME = timedelta(seconds=90)
-END_S = 1.2  # after the last validation: saving, a sample, the end of the process
 
 
 @dataclass(frozen=True)
@@ -190,17 +190,33 @@ def works(config: DictConfig) -> bool:
         return False
 
 
-def time_to_train(budget: timedelta, spent: float, network: GPT, val_tokens: int, flops_per_second: float) -> timedelta:
+def whole_validation_seconds(network: GPT, val_tokens: int, flops_per_second: float) -> float:
+    """What the validation of the whole split is expected to take."""
+    return 2 * matrix_weights(network.config) * val_tokens / flops_per_second
+
+
+def time_to_train(budget: timedelta, spent: float, processor_s: float, whole_seconds: float) -> timedelta:
     """What of the budget remains for training, when the last validation and the end are taken off too.
 
-    Raises UserError if that is nothing.
+    On a busy machine that may be nothing, or less: then a few steps are trained.
+
+    Args:
+        spent: seconds of the budget that are over.
+        processor_s: seconds for which this process had a processor meanwhile: on an idle machine the start takes no
+            longer.
+        whole_seconds: of `whole_validation_seconds`.
+
+    Raises:
+        UserError: on an idle machine it would be nothing too.
     """
-    end = 2 * matrix_weights(network.config) * val_tokens / flops_per_second + END_S
-    seconds = budget.total_seconds() - spent - end
-    if seconds < 1:  # a second more than that is asked for: another start may take longer
+    total = budget.total_seconds()
+    idle = min(spent, processor_s)
+    end = END_S + min(whole_seconds, WHOLE_SHARE * (END_S + 1) / (1 - WHOLE_SHARE))  # when a second is left to train
+    if total - idle < end + 1:
         raise UserError(
-            f"A budget of {budget.total_seconds():g} s leaves no time to train: starting took {spent:.0f} s, "
-            f"validating and ending take about {end:.0f} s. The least here is about "
-            f"budget={math.ceil(spent + end + 2)}s; or give trainer.max_steps=100 in its place."
+            f"A budget of {total:g} s leaves no time to train: starting takes {idle:.0f} s of processor time, "
+            f"validating and ending about {end:.0f} s. The least here is about budget={math.ceil(idle + end + 2)}s; "
+            "or give trainer.max_steps=100 in its place."
         )
-    return timedelta(seconds=seconds)
+    left = total - spent
+    return timedelta(seconds=left - END_S - min(whole_seconds, WHOLE_SHARE * max(0.0, left)))

@@ -25,6 +25,7 @@ from model.gpt import GPT
 from sampling.sampler import generate
 from system.memory import memory_mb, peak_memory_mb, reset_peak_memory
 from system.running_clock import running_seconds, watch_stops
+from training.budget_timer import budget_timer
 from training.progress import run_progress
 
 say = logging.getLogger(__name__).info
@@ -250,9 +251,10 @@ class Progress(ProgressBar):
         """One line a validation."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking and trainer.is_global_zero:
             loss = module.validation
+            cut = f" (only {loss['tokens']:,} tokens: out of time)" if trainer.val_dataloaders.cut else ""
             say(
                 f"step {trainer.global_step:,}: validation {loss['nats_per_token']:.3f} nats per token, "
-                f"{loss['bits_per_byte']:.3f} bits per byte"
+                f"{loss['bits_per_byte']:.3f} bits per byte{cut}"
             )
 
     def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
@@ -300,6 +302,10 @@ class Snapshots(Callback):
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Draws and writes, at the training step."""
         if trainer.sanity_checking or trainer.state.fn != "fit" or not trainer.is_global_zero or not trainer.loggers:
+            return
+        timer = budget_timer(trainer)
+        if timer and timer.late():
+            say(f"no pictures at step {trainer.global_step:,}: the budget is nearly used up")
             return
         from analysis.attention_plot import draw_attention  # here: not every run draws
 

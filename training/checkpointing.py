@@ -21,6 +21,7 @@ from torch import Tensor
 
 from checkpoint.io import read_checkpoint, write_checkpoint
 from system.errors import UserError
+from training.budget_timer import BudgetTimer
 from training.callbacks import Metrics
 from training.progress import run_progress, run_timer
 
@@ -114,7 +115,12 @@ class KeepLast(Checkpoint):
 
     def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Adds the run's own entry, and takes back that a batch had begun: Lightning would count it as trained on."""
-        used = {"seconds": time.monotonic() - self._began, "train_seconds": run_timer(trainer).time_elapsed()}
+        timer = run_timer(trainer)
+        used = {
+            "seconds": time.monotonic() - self._began,
+            "train_seconds": timer.time_elapsed(),
+            "max_time": timer.max_time if isinstance(timer, BudgetTimer) else None,
+        }
         checkpoint["run"] = self._run | used
         batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for count in (batches["total"], batches["current"]):

@@ -1,6 +1,7 @@
 """Everything about data in the order it happens: files -> splits -> tokenizer -> ids -> batches."""
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import lightning
@@ -43,6 +44,8 @@ class TextData(lightning.LightningDataModule):
         self.given_tokenizer = given_tokenizer
         self.limits = limits
         self.tokenizer = None
+        self.out_of_time: Callable[[], bool] | None = None
+        """Whether a validation has to be cut; None: never."""
 
     def prepare(self) -> None:
         """Raises UserError for whatever is wrong with the text, before anything trains. Does its work once.
@@ -130,6 +133,7 @@ class TextData(lightning.LightningDataModule):
             *self._rank(),
             val_fraction=config.val_fraction,
             limits=limits,
+            out_of_time=self.out_of_time,
         )
 
     def _rank(self) -> tuple[int, int]:

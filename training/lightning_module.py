@@ -33,7 +33,7 @@ class GPTLightning(pl.LightningModule):
         self.tokenizer = tokenizer
         self.optimizer_config = optimizer
         self.seed = seed
-        self.validation = {"nats_per_token": math.nan, "bits_per_byte": math.nan}  # the last one's
+        self.validation = {"nats_per_token": math.nan, "bits_per_byte": math.nan, "tokens": 0}  # the last one's
         self.register_buffer("token_bytes", torch.from_numpy(token_bytes(tokenizer)), persistent=False)  # (vocab_size,)
         self.last_loss = torch.tensor(math.nan)
         self._unchecked: tuple[int, Tensor] | None = None
@@ -129,7 +129,8 @@ class GPTLightning(pl.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Nats per token and bits per byte over the validation tokens of all ranks; logged if in training."""
         nats, tokens, num_bytes = self.trainer.strategy.reduce(self.val_sums, reduce_op="sum").tolist()
-        self.validation = {"nats_per_token": nats / tokens, "bits_per_byte": nats / num_bytes / math.log(2)}
+        bits_per_byte = nats / num_bytes / math.log(2)
+        self.validation = {"nats_per_token": nats / tokens, "bits_per_byte": bits_per_byte, "tokens": int(tokens)}
         if self.trainer.state.fn == "fit":
             if not math.isfinite(nats):
                 refuse_non_finite_weights(self)  # the last step spoilt them: before they go into a checkpoint

@@ -28,14 +28,22 @@ class RunTimer(Timer):
 
     def share_over(self, steps: int, epochs: float, seconds: float) -> float | None:
         """Of the time, as far as the minimums let it count. None: time is no bound."""
-        if self._duration is None:
+        share = self._share_of_time(seconds)
+        if share is None:
             return None
-        shares = [seconds / self._duration]
+        shares = [share]
         if self.min_steps:
             shares.append(steps / self.min_steps)
         if self.min_epochs:
             shares.append(epochs / self.min_epochs)
         return min(shares)
+
+    def _share_of_time(self, seconds: float) -> float | None:
+        return None if self._duration is None else seconds / self._duration
+
+    def can_validate(self) -> bool:
+        """Whether there is time for a validation that is due before the end."""
+        return True
 
 
 def run_timer(trainer: Trainer) -> RunTimer:
@@ -91,7 +99,7 @@ class ValidationSchedule(Callback):
     def on_train_batch_end(self, trainer: Trainer, *args) -> None:
         """Lightning validates if the number of batches can be divided by `val_check_batch`."""
         progress = run_progress(trainer)
-        due = self._due(trainer, progress) > self._done or progress >= 1
+        due = progress >= 1 or (self._due(trainer, progress) > self._done and run_timer(trainer).can_validate())
         trainer.val_check_batch = 1 if due else NEVER
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:

@@ -18,7 +18,8 @@ from model.gpt import GPT
 from model.kernels.bfloat16 import BF16_MATMUL
 from system.errors import UserError
 from system.text import counted
-from training.budget import measured_speed, time_allowed, time_to_train, with_recipe
+from training.budget import measured_speed, time_allowed, time_to_train, whole_validation_seconds, with_recipe
+from training.budget_timer import BudgetTimer
 from training.callbacks import Metrics, ProfilerReport, Progress, RunLogger, Snapshots
 from training.checkpointing import CheckpointFiles, KeepBest, KeepLast, StopOnSignal
 from training.compile import compile_if_wanted
@@ -26,6 +27,7 @@ from training.datamodule import TextData
 from training.initial_state import OldWeights, with_network_of
 from training.lightning_module import GPTLightning
 from training.processes import Processes
+from training.progress import RunTimer
 from training.ranks import launcher
 from training.trainer import batch_limits, build_trainer, expected_device, refuse_time_on_several_devices, resolve
 
@@ -39,6 +41,7 @@ class Run:
     data: TextData
     module: GPTLightning
     metrics: Metrics
+    timer: BudgetTimer | None  # None: something else than a budget ends it
     old: OldWeights | None
     began: float  # a reading of time.monotonic(), earlier by what a resumed run has used before
     facts: dict[str, Any]  # what its checkpoints say of it
@@ -105,19 +108,37 @@ def prepare(config: DictConfig, old: OldWeights | None, began: float) -> Run:
     network = GPT(build(GPTConfig, config.model, vocab_size=data.vocab_size))
     if old:
         old.fit_into(network, data)
-    if budget and before.get("budget"):
-        options["max_time"] = timedelta(seconds=time_with_other_budget(before, budget))
-    elif budget:
-        left = time_to_train(budget, time.monotonic() - began, network, len(data.val_tokens), speed)
-        options["max_time"] = left + timedelta(seconds=before.get("train_seconds", 0.0))
-    facts = {
-        "text": data.text_sha256,
-        "budget": budget.total_seconds() if budget else None,
-        "max_time": options["max_time"].total_seconds() if budget else None,
-    }
+    timer = None
+    if budget:
+        about_timer = (
+            budget.total_seconds(),
+            len(data.val_tokens) - 1,
+            options.get("min_steps"),
+            options.get("min_epochs"),
+        )
+        if before.get("budget"):
+            timer = BudgetTimer(*about_timer, max_time=time_with_other_budget(before, budget))
+        else:
+            spent, processor_s = time.monotonic() - began, before.get("seconds", 0.0) + time.process_time()
+            whole_s = whole_validation_seconds(network, len(data.val_tokens), speed)
+            left = time_to_train(budget, spent, processor_s, whole_s).total_seconds()
+            if left < 1:
+                picked += (
+                    f"\nstarting took {spent:.0f} s, in which this process had a processor for {processor_s:.0f} s: "
+                    "the machine is busy, and the budget leaves time for a few steps"
+                )
+            timer = BudgetTimer(
+                *about_timer,
+                max_time=before.get("train_seconds", 0.0) + left,
+                deadline=began + budget.total_seconds(),
+                whole_seconds=whole_s,
+                load=max(1.0, spent / processor_s),
+            )
+        data.out_of_time = timer.out_of_time
+    facts = {"text": data.text_sha256, "budget": budget.total_seconds() if budget else None}
     module = GPTLightning(network, data.tokenizer, build(OptimizerConfig, config.optimizer), config.seed)
     metrics = Metrics(hyperparameters(config, network))
-    return Run(config, options, data, module, metrics, old, began, facts, picked)
+    return Run(config, options, data, module, metrics, timer, old, began, facts, picked)
 
 
 def build_parts(run: Run, run_dir: Path, stop_on_signal: StopOnSignal) -> Trainer:
@@ -132,7 +153,7 @@ def build_parts(run: Run, run_dir: Path, stop_on_signal: StopOnSignal) -> Traine
         KeepBest(checkpoints / "best.ckpt"),
         KeepLast(checkpoints / "last.ckpt", run.metrics, run.facts, run.began),
     ]
-    trainer = trainer_in(run_dir, run.options, run.config.validations, run.data, callbacks)
+    trainer = trainer_in(run_dir, run.options, run.config.validations, run.data, callbacks, run.timer)
     refuse_time_on_several_devices(trainer, run.options)
     if run.old:
         finished = (run_dir / "summary.json").exists()
@@ -146,16 +167,22 @@ def build_parts(run: Run, run_dir: Path, stop_on_signal: StopOnSignal) -> Traine
 
 
 def trainer_in(
-    run_dir: Path, options: dict[str, Any], validations: int, data: TextData, callbacks: list[Callback]
+    run_dir: Path,
+    options: dict[str, Any],
+    validations: int,
+    data: TextData,
+    callbacks: list[Callback],
+    timer: RunTimer | None = None,
 ) -> Trainer:
     """The Trainer of a run, or of a benchmark that looks at a part of one; its events go into `run_dir`."""
     data.trainer = build_trainer(
         options,
         validations,
+        callbacks,
+        timer,
         default_root_dir=run_dir,
         logger=RunLogger(run_dir),
         plugins=[CheckpointFiles()],
-        callbacks=callbacks,
         num_sanity_val_steps=0,
         enable_model_summary=False,
     )

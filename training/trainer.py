@@ -58,12 +58,19 @@ _STEP_HOOKS += ("on_before_optimizer_step", "on_train_batch_end")
 _COUNTS = ("max_steps", "max_epochs", "min_steps", "min_epochs", "accumulate_grad_batches", "log_every_n_steps")
 
 
-def build_trainer(options: Mapping[str, Any], validations: int, callbacks: list[Callback], **ours: Any) -> Trainer:
+def build_trainer(
+    options: Mapping[str, Any],
+    validations: int,
+    callbacks: list[Callback],
+    timer: RunTimer | None = None,
+    **ours: Any,
+) -> Trainer:
     """A Trainer with the user's options; `ours` are logger and the like.
 
     Args:
         options: what `resolve` made of the `trainer` group.
         validations: passes over the validation split, evenly spread; the last one is at the end of the run.
+        timer: that of a budget; None: one for `trainer.max_time`.
 
     Raises:
         UserError: a value that Lightning does not take.
@@ -75,14 +82,14 @@ def build_trainer(options: Mapping[str, Any], validations: int, callbacks: list[
         del passed["precision"]
         ours["plugins"] = [*ours.get("plugins", []), BF16Matmul()]
     passed.setdefault("profiler", NoProfiler())
-    timer = RunTimer(options.get("max_time"), options.get("min_steps"), options.get("min_epochs"))
+    timer = timer or RunTimer(options.get("max_time"), options.get("min_steps"), options.get("min_epochs"))
     schedule = ValidationSchedule(validations, options.get("val_check_interval"))
     # Our schedule says when to validate, counting batches of the run: an interval may exceed an epoch.
     ours |= {"val_check_interval": NEVER, "check_val_every_n_epoch": None}
     passed = launched_devices() | passed
     ours["plugins"] = [*ours.get("plugins", []), cluster_environment()]
     try:
-        trainer = Trainer(callbacks=[*callbacks, schedule, timer], **ours, **passed)
+        trainer = Trainer(callbacks=[timer, *callbacks, schedule], **ours, **passed)
     except (MisconfigurationException, TypeError, ValueError, RuntimeError, ImportError) as error:
         reason = " ".join(str(error).split())
         also = f", and here auto and {BF16_MATMUL}" if reason.startswith("Precision ") else ""
