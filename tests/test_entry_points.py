@@ -91,7 +91,7 @@ def answers(clean_environment) -> dict[str, dict[str, tuple[int, str, str]]]:
     """What each program answers in each of these ways: answers["help"]["train"]."""
     jobs = json.dumps([[program, *way] for way in WAYS.values() for program in PROGRAMS])
     command = [sys.executable, "-c", RUN_ALL, jobs]
-    finished = subprocess.run(command, cwd=PROJECT, env=clean_environment, capture_output=True, timeout=300)
+    finished = subprocess.run(command, cwd=PROJECT, env=clean_environment, capture_output=True, timeout=900)
     assert finished.returncode == 0, finished.stderr.decode()
     found = iter(json.loads(finished.stdout))
     return {name: {program: tuple(next(found)) for program in PROGRAMS} for name in WAYS}
