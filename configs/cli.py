@@ -25,7 +25,7 @@ from system.files import expand_user
 from system.interrupts import comes_from_ctrl_c
 from system.memory import is_out_of_memory
 from system.streams import handle_failing_output, print_error
-from training.ranks import launcher, started_by_us
+from training.ranks import launcher, repeats_first, started_by_us
 from training.run_dir import escaped, remove, swept_settings
 
 CONFIG_DIR = Path(__file__).resolve().parent
@@ -115,7 +115,8 @@ class Sweep:
         """One line for each thing that was wrong; a sweep without a run that trained leaves nothing."""
         for message, runs in self.failed.items():
             which = "" if len(runs) == self._num_runs else f"{'; '.join(runs)}: "
-            print_error(f"{which}{message}")
+            if not repeats_first():
+                print_error(f"{which}{message}")
         if self.failed and not any(path.is_dir() for path in self._directory.iterdir()):
             remove(self._directory)
 
@@ -270,7 +271,8 @@ def one_line_errors(config_name: str | None) -> Iterator[None]:
         message = one_line(error, config_name)
         if message is None:
             raise
-        print_error(message)
+        if not repeats_first():
+            print_error(message)
         sys.exit(2)
 
 

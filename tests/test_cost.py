@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import FOREGROUND
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import context_cost
@@ -171,6 +172,7 @@ print(measure_memory("attention_pass", Device("cpu"), 1, {}))
         capture_output=True,
         text=True,
         timeout=60,
+        **FOREGROUND,
     )
     assert (finished.stdout, finished.stderr) == ("None\n", "")
 

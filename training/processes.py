@@ -6,6 +6,7 @@ Where one of them ends, however it does, the others do too: within seconds, and 
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -164,8 +165,9 @@ class Watch(threading.Thread):
 
     Args:
         others: the processes that this one starts.
-        reason: says why the run ends, where it has to: a signal that is to be answered at once, or one of the others.
-        last_words: prints that.
+        stop_on_signal: knows whether a signal waits for the step's end.
+        resume_command: for the line about a process that failed.
+        stopped: says what is saved, where it was a signal.
     """
 
     SECONDS_BETWEEN_LOOKS = 0.5
@@ -179,22 +181,26 @@ class Watch(threading.Thread):
         self._signals = b""
 
     def __enter__(self) -> None:
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._read, False)
-        os.set_blocking(self._write, False)
-        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)  # told at once, whatever main does
+        self._told, teller = self._sockets = socket.socketpair()
+        for end in self._sockets:
+            end.setblocking(False)
+        # Python writes each signal's number here at once, whatever the main thread does.
+        self._before = signal.set_wakeup_fd(teller.fileno(), warn_on_full_buffer=False)
         self.start()
 
     def __exit__(self, *args) -> None:
         self._over.set()
         signal.set_wakeup_fd(self._before)
+        self.join()
+        for end in self._sockets:
+            end.close()
 
     def run(self) -> None:
         """Looks from time to time."""
         since = None
         while not self._over.wait(self.SECONDS_BETWEEN_LOOKS):
             with suppress(BlockingIOError):
-                self._signals += os.read(self._read, 100)
+                self._signals += self._told.recv(100)
             at_once = len(self._signals) > (1 if self._stop_on_signal.training else 0)
             if not at_once and not self._others.failed():
                 continue

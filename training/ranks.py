@@ -4,6 +4,7 @@ The first one starts the others itself (training/processes.py), or a launcher st
 """
 
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -79,6 +80,13 @@ def rank() -> int:
 def is_first() -> bool:
     """Whether this process speaks and writes for its run: it is the only one, or that of rank 0."""
     return rank() == 0
+
+
+def repeats_first() -> bool:
+    """Whether an error of this process is that of the first one, which says it: a launcher started both, and what they
+    did before training is the same."""
+    torch = sys.modules.get("torch")
+    return bool(launcher()) and not is_first() and not (torch and torch.distributed.is_initialized())
 
 
 def launched_world_size() -> int:
