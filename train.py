@@ -134,7 +134,7 @@ def open_directory(run: Run, run_dir: Path, resumed: Resumed | None) -> None:
     if resumed and first:
         (run_dir / "summary.json").unlink(missing_ok=True)
         rewind_events(run_dir, run.old.step if run.old else -1)
-        tidy_checkpoints(run_dir / "checkpoints", resumed.checkpoint)
+        tidy_checkpoints(run_dir / "checkpoints", resumed.checkpoint, run.network, run.data.tokenizer)
         changes = f"; changed: {', '.join(resumed.changes)}" if resumed.changes else ""
         say(f"going on with {shown(run_dir)} at step {run.old.step if run.old else 0:,}{changes}")
 

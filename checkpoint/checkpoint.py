@@ -19,11 +19,21 @@ from data.tokenizer import from_plain, to_plain
 from model.config import GPTConfig
 from model.flops import least_weights
 from model.gpt import GPT
+from system.checks import COUNT, Number, check, short
 from system.errors import UserError
+from system.text import counted
 
 MAX_ROPE_NUMBERS = 1 << 25  # a million positions of 32: the one part that no weights bound
 FORMAT = 1  # of the `gpt` entry; raised when an older version of the project could not read it
 NETWORK_PREFIX = "network."  # GPTLightning keeps the GPT under this name
+TENSORS_A_LAYER = 4  # at least: of attention and MLP two matrices each
+_FIGURE = Number(float, 0, 1e9, or_nan=True)  # nan: before the first validation
+_ENTRY = {
+    "model": {str: object},  # GPTConfig checks each
+    "tokenizer": {str: object},  # and so does from_plain
+    "step": COUNT,
+    "validation": {"nats_per_token": _FIGURE, "bits_per_byte": _FIGURE},
+}
 # What building a network may raise from values that this version of the project did not write.
 _UNFIT = (UserError, AttributeError, KeyError, TypeError, ValueError, RuntimeError, OverflowError)
 NOT_IN_WEIGHTS = ("dropout", "bigram_dropout", "init")  # fields of GPTConfig that may differ for the same weights
@@ -86,20 +96,39 @@ def load_checkpoint(path: Path, device: str | torch.device = "cpu") -> Checkpoin
     else:
         content = read_checkpoint(path)
         entry, weights = content["gpt"], network_weights(content)
+    config, tokenizer = check_entry(entry, weights, path)
+    network = GPT(config)
+    load_weights(network, weights, path)
+    return Checkpoint(path, network.to(device).eval(), tokenizer, entry["step"], entry["validation"])
+
+
+def check_entry(
+    entry: dict[str, Any], weights: dict[str, torch.Tensor], path: Path
+) -> tuple[GPTConfig, tiktoken.Encoding]:
+    """The network and the tokenizer that a checkpoint describes, each value of the kind that is expected, and the
+    network no larger than its weights. Raises UserError."""
     refuse_other_format(entry, path)
-    config = saved_config(entry, path)
     try:
+        check(entry, _ENTRY, "gpt")
+        config = GPTConfig(**entry["model"])
         _refuse_larger(config, weights)
-        network = GPT(config)
-        network.load_state_dict(weights)
-        tokenizer, validation = from_plain(entry["tokenizer"]), {k: float(v) for k, v in entry["validation"].items()}
-        if tokenizer.n_vocab != network.config.vocab_size:
-            raise ValueError(f"{tokenizer.n_vocab} tokens, but a network for {network.config.vocab_size}")
-        checkpoint = Checkpoint(path, network.to(device).eval(), tokenizer, int(entry["step"]), validation)
-        checkpoint.describe()  # which needs all of it
+        tokenizer = from_plain(entry["tokenizer"])
+        if tokenizer.n_vocab != config.vocab_size:
+            raise ValueError(f"{tokenizer.n_vocab} tokens, but a network for {config.vocab_size}")
     except _UNFIT as error:
         raise _does_not_fit(path, error) from error
-    return checkpoint
+    return config, tokenizer
+
+
+def load_weights(network: GPT, weights: dict[str, torch.Tensor], path: Path) -> None:
+    """Fills in the weights, strictly. Raises UserError where a name, a shape or a type is another."""
+    try:
+        for name, weight in weights.items():
+            if not weight.is_floating_point():
+                raise TypeError(f"{name} has numbers of {weight.dtype}")
+        network.load_state_dict(weights)
+    except _UNFIT as error:
+        raise _does_not_fit(path, error) from error
 
 
 def _does_not_fit(path: Path, error: Exception) -> UserError:
@@ -109,17 +138,12 @@ def _does_not_fit(path: Path, error: Exception) -> UserError:
 
 def _refuse_larger(config: GPTConfig, weights: dict[str, torch.Tensor]) -> None:
     """Before a network takes memory: raises ValueError where its config asks for more than the weights there are."""
-    there = sum(tensor.numel() for tensor in weights.values())
-    if least_weights(config) > there or config.context_length * config.head_dim > MAX_ROPE_NUMBERS:
-        raise ValueError(f"it describes a network of {least_weights(config):,} weights, but has {there:,}")
-
-
-def saved_config(entry: dict[str, Any], path: Path) -> GPTConfig:
-    """The network that a checkpoint describes: plain values, whatever its file holds. Raises UserError."""
-    try:
-        return GPTConfig(**entry["model"])
-    except _UNFIT as error:
-        raise _does_not_fit(path, error) from error
+    data = {tensor.untyped_storage().data_ptr(): tensor.numel() for tensor in weights.values()}  # tied ones once
+    there, needed = sum(data.values()), least_weights(config)
+    if needed > there or config.context_length * config.head_dim > MAX_ROPE_NUMBERS:
+        raise ValueError(f"it describes a network of {needed:,} weights, but has {there:,}")
+    if config.num_layers * TENSORS_A_LAYER > len(weights):
+        raise ValueError(f"it describes {counted(config.num_layers, 'layer')}, but has {len(weights):,} tensors")
 
 
 def network_weights(content: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -133,26 +157,38 @@ def network_weights(content: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 def refuse_other_format(entry: dict[str, Any], path: Path) -> None:
     """Raises UserError for a checkpoint that a later version of the project wrote."""
-    if entry.get("format", 1) != FORMAT:
+    if type(entry.get("format", 1)) is not int or entry.get("format", 1) != FORMAT:
         raise UserError(
-            f"{path} has format {entry['format']!r}, but this version of the project reads format {FORMAT}. Use the "
-            "version that wrote it, or another checkpoint."
+            f"{path} has format {short(entry['format'])}, but this version of the project reads format {FORMAT}. Use "
+            "the version that wrote it, or another checkpoint."
         )
 
 
-def refuse_other_network(entry: dict[str, Any], config: GPTConfig, tokenizer: tiktoken.Encoding, path: Path) -> None:
-    """Raises UserError where the weights of a checkpoint are not for this network, or not for these tokens."""
-    refuse_other_format(entry, path)
-    saved, ours = asdict(saved_config(entry, path)), asdict(config)
+def refuse_other_network(
+    entry: dict[str, Any], saved: GPTConfig, config: GPTConfig, tokenizer: tiktoken.Encoding, path: Path
+) -> None:
+    """Raises UserError where the weights of a checkpoint are not for this network, or not for these tokens.
+
+    Args:
+        saved: what `check_entry` made of the entry.
+    """
+    theirs, ours = asdict(saved), asdict(config)
     differ = [
-        f"model.{name} is {ours.get(name)!r}, in the checkpoint {saved.get(name)!r}"
-        for name in {**ours, **saved}
-        if name not in NOT_IN_WEIGHTS and ours.get(name) != saved.get(name)
+        f"model.{name} is {short(ours[name])}, in the checkpoint {short(theirs[name])}"
+        for name in ours
+        if name not in NOT_IN_WEIGHTS and ours[name] != theirs[name]
     ]
     if not differ and to_plain(tokenizer) != entry["tokenizer"]:
         differ = [f"tokenizer {tokenizer.name} has other tokens than the checkpoint's"]
     if differ:
         raise UserError(f"{path} is of another network: {'; '.join(differ)}. Give the same, or another checkpoint.")
+
+
+def refuse_other_weights(path: Path, network: GPT, tokenizer: tiktoken.Encoding) -> None:
+    """Raises UserError for a checkpoint that is damaged, or not of such a network with these tokens."""
+    saved = load_checkpoint(path)
+    if saved.network.config != network.config or to_plain(saved.tokenizer) != to_plain(tokenizer):
+        raise UserError(f"{path} is of another network, or has other tokens.")
 
 
 def find_checkpoint(choice: str | None, runs_dir: str) -> Path:

@@ -6,13 +6,13 @@ takes no notice of it. A file without a seal is read too: cut off anywhere else,
 
 import hashlib
 import io
-import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from checkpoint.pickle_scan import refuse_unsafe
+from system.checks import check
 from system.errors import UserError
 from system.files import written_whole
 
@@ -52,11 +52,28 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             raise UserError(f"{path} is damaged: its checksum is not that of its content. Use another checkpoint.")
         archive = body if seal.startswith(MARK) else data
         refuse_unsafe(path, io.BytesIO(archive))
-        content = torch.load(io.BytesIO(archive), map_location="cpu", weights_only=True)
-        if not isinstance(content, dict) or not all(isinstance(content[name], dict) for name in ("gpt", "state_dict")):
-            raise TypeError("no dictionaries")
-    except (pickle.UnpicklingError, RuntimeError, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+        content = _plain(torch.load(io.BytesIO(archive), map_location="cpu", weights_only=True))
+        check(content, {"gpt": dict, "state_dict": {str: torch.Tensor}}, "it")
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 -- a hostile file may make PyTorch raise anything
         raise UserError(
             f"{path} is no checkpoint written by train.py, or it is damaged. Use another, or train one: python train.py"
         ) from error
     return content
+
+
+def _plain(value: Any) -> Any:
+    """The same values in containers of Python's own, and each tensor in one piece.
+
+    A file's OrderedDict may have attributes in place of its methods, its tensors places that overlap.
+    """
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in dict.items(value)}
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    if isinstance(value, torch.Tensor):
+        return value.detach().contiguous()
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise TypeError(f"a {type(value).__name__}")

@@ -43,10 +43,17 @@ def read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            entry = {name: json.loads(metadata[name]) for name in ENTRIES}
+            entry = {name: json.loads(metadata[name], object_pairs_hook=_once) for name in ENTRIES}
             return entry, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- it is no dict
     except KeyError as error:
         reason = f"its metadata has no {error}"
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
     raise UserError(f"{path} is no export of sample.py, or it is damaged: {reason}. Export it again, or use another.")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ValueError where a key comes twice: two readers could believe two values."""
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("a key comes twice in its metadata")
+    return dict(pairs)

@@ -23,6 +23,7 @@ import tiktoken.load
 from data.cache import Damaged, checked_size, written_to_cache
 from data.config import TokenizerConfig, vocab_size_for
 from data.corpus import Split
+from system.checks import Number, check
 from system.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,9 @@ BYTE_PATTERN = r"(?s:.{1,64})"
 BPE_TRAINING_BYTES = 16 << 20
 SEGMENT_CHARS = 4096  # one call of tiktoken gets no more: long runs of one character make it panic or crawl
 NETWORK_PATIENCE_S = 3.0
+# Bounds of a saved tokenizer, which may be another person's; tiktoken's own have names of 11 characters, patterns of
+# 500 and tokens of 128 bytes.
+MAX_NAME_CHARS, MAX_PATTERN_CHARS, MAX_TOKEN_BYTES, MAX_ID = 64, 10_000, 4096, (1 << 31) - 2
 
 
 def build_tokenizer(config: TokenizerConfig, train_split: Split, cache_dir: Path) -> tiktoken.Encoding:
@@ -175,18 +179,23 @@ def to_plain(encoding: tiktoken.Encoding) -> dict:
 def from_plain(plain: dict) -> tiktoken.Encoding:
     """The encoding `to_plain` described. Raises UserError if the description is damaged."""
     try:
+        check(plain, {"name": str, "pattern": str, "merges": str, "special_tokens": [[object]]}, "tokenizer")
         name, pattern, ranks = plain["name"], plain["pattern"], _parse_merges(plain["merges"])
         special_tokens = {token: token_id for token, token_id in plain["special_tokens"]}
-        if not name.isprintable():  # it is shown
-            raise ValueError("its name has control characters")
+        check(special_tokens, {str: Number(int, 0, MAX_ID)}, "special_tokens")
+        if not name.isprintable() or len(name) > MAX_NAME_CHARS:  # it is shown
+            raise ValueError(f"its name has control characters, or more than {MAX_NAME_CHARS}")
+        if len(pattern) > MAX_PATTERN_CHARS:
+            raise ValueError(f"its pattern has more than {MAX_PATTERN_CHARS:,} characters")
+        if not len(plain["special_tokens"]) == len(special_tokens) == len(set(special_tokens.values())):
+            raise ValueError("a special token occurs twice")
         if ranks.keys() & {token.encode() for token in special_tokens}:
             raise ValueError("a special token is also an ordinary one")
         if set(ranks.values()) & set(special_tokens.values()):
             raise ValueError("a special token shares its id")
         return _encoding(name, pattern, ranks, special_tokens)
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        reason = f"no {error}" if isinstance(error, KeyError) else error
-        raise UserError(f"The saved tokenizer is damaged ({reason}). Use another checkpoint.") from None
+    except (OverflowError, TypeError, ValueError) as error:
+        raise UserError(f"The saved tokenizer is damaged ({str(error)[:200]}). Use another checkpoint.") from None
 
 
 def fingerprint(encoding: tiktoken.Encoding) -> str:
@@ -203,14 +212,16 @@ def _format_merges(ranks: dict[bytes, int]) -> str:
 
 def _parse_merges(text: str) -> dict[bytes, int]:
     """Raises ValueError for anything tiktoken would later panic at."""
-    lines = [line.split(" ") for line in text.splitlines()]
+    lines = [line.split(" ", 2) for line in text.splitlines()]
     ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
     if not len(lines) == len(ranks) == len(set(ranks.values())):
         raise ValueError("a token or an id occurs twice")
     if not {bytes([byte]) for byte in range(256)} <= ranks.keys():
         raise ValueError("a byte has no token")
-    if not 0 <= min(ranks.values()) <= max(ranks.values()) < 1 << 31:
+    if not 0 <= min(ranks.values()) <= max(ranks.values()) <= MAX_ID:
         raise ValueError("an id is out of range")
+    if not 1 <= min(map(len, ranks)) <= max(map(len, ranks)) <= MAX_TOKEN_BYTES:
+        raise ValueError(f"a token has no bytes, or more than {MAX_TOKEN_BYTES:,}")
     return ranks
 
 

@@ -1,8 +1,10 @@
 """Every default of the network, its optimiser and its sampling, once. Needs no torch."""
 
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 
+from system.checks import check_fields, short
 from system.errors import UserError
 
 LARGEST = 1 << 24  # of any of a network's sizes: beyond it not even the messages come in time
@@ -96,43 +98,28 @@ class GPTConfig:
 
     def __post_init__(self):
         """Refuses what cannot work. Raises UserError."""
-        for name in (
-            "vocab_size",
-            "context_length",
-            "num_layers",
-            "num_heads",
-            "d_model",
-            "num_kv_heads",
-            "mlp_hidden",
-            "attention_window",
-            "bigram_rows",
-        ):
-            value = getattr(self, name)
-            if value is not None and type(value) is not int:  # a checkpoint's entry can be anything
-                raise UserError(f"model.{name} is {value!r}, but must be a whole number.")
-            if value is not None and value < 1:
-                raise UserError(f"model.{name} is {value}, but must be at least 1.")
-            if value is not None and value > LARGEST:
-                raise UserError(f"model.{name} is {value}, but must be at most {LARGEST:,}.")
-        for name in ("norm_affine", "bias", "qk_norm", "embedding_norm", "tied_embeddings"):
-            if type(getattr(self, name)) is not bool:
-                raise UserError(f"model.{name} is {getattr(self, name)!r}, but must be true or false.")
+        check_fields(self, "model")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(value) is int and field.type in (int, int | None) and not 1 <= value <= LARGEST:
+                bound = "at least 1" if value < 1 else f"at most {LARGEST:,}"
+                raise UserError(f"model.{field.name} is {short(value)}, but must be {bound}.")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
-                raise UserError(f"model.{name} is {value!r}, but must be one of {', '.join(choices)}.")
+                raise UserError(f"model.{name} is {short(value)}, but must be one of {', '.join(choices)}.")
         if not self.attention_pattern or set(self.attention_pattern) - set("LF"):
             raise UserError(
-                f"model.attention_pattern is {self.attention_pattern!r}, but must be letters L (local) and F (full), "
-                "such as LLLF for every fourth layer full."
+                f"model.attention_pattern is {short(self.attention_pattern)}, but must be letters L (local) and F "
+                "(full), such as LLLF for every fourth layer full."
             )
         for name in ("dropout", "bigram_dropout"):
             if not 0 <= getattr(self, name) < 1:
-                raise UserError(f"model.{name} is {getattr(self, name)}, but must be at least 0 and below 1.")
+                raise UserError(f"model.{name} is {short(getattr(self, name))}, but must be at least 0 and below 1.")
         for name in ("norm_eps", "rope_base", "logit_soft_cap"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
-                raise UserError(f"model.{name} is {value}, but must be a positive number.")
+                raise UserError(f"model.{name} is {short(value)}, but must be a positive number.")
         if self.positions == "rope" and self.d_model % 2:
             raise UserError(f"model.positions=rope rotates pairs, but d_model {self.d_model} is odd. Use an even one.")
         check_heads(self.d_model, self.num_heads, self.kv_heads, even=self.positions == "rope")
@@ -158,17 +145,22 @@ def check_heads(d_model: int, num_heads: int, num_kv_heads: int, even: bool = Fa
         even: whether head_dim is to be even, as RoPE needs it: only such heads are offered.
     """
     if d_model % num_heads:
-        valid = [n for n in range(1, d_model + 1) if d_model % (2 * n if even else n) == 0]
+        valid = _divisors(d_model // 2 if even else d_model)
         raise UserError(
             f"d_model {d_model} is not divisible by num_heads {num_heads}. "
             f"Use model.num_heads from {', '.join(map(str, valid))}, or another model.d_model."
         )
     if num_heads % num_kv_heads:
-        valid = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+        valid = _divisors(num_heads)
         raise UserError(
             f"num_heads {num_heads} is not divisible by num_kv_heads {num_kv_heads}. "
             f"Use model.num_kv_heads from {', '.join(map(str, valid))}."
         )
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 @dataclass(frozen=True)
@@ -198,8 +190,9 @@ class OptimizerConfig:
 
     def __post_init__(self):
         """Refuses what cannot work. Raises UserError."""
+        check_fields(self, "optimizer")
         if self.name not in ("muon", "adamw"):
-            raise UserError(f"optimizer.name is {self.name!r}, but must be one of muon, adamw.")
+            raise UserError(f"optimizer.name is {short(self.name)}, but must be one of muon, adamw.")
         for field in ("lr", "embedding_lr", "muon_lr"):
             value = getattr(self, field)
             if value is not None and not 0 < value < float("inf"):

@@ -23,6 +23,7 @@ from data.tokenizer import token_labels
 from model.config import SamplingConfig
 from model.gpt import GPT
 from sampling.sampler import generate
+from system.checks import COUNT, SECONDS, Is, Number
 from system.memory import memory_mb, peak_memory_mb, reset_peak_memory
 from system.running_clock import running_seconds, watch_stops
 from training.budget_timer import budget_timer
@@ -90,16 +91,25 @@ class Metrics(Callback):
         return self.tokens / self.train_seconds if self.train_seconds else math.nan
 
     # What a resumed run takes over: curves and summary go on as if it had never stopped.
-    _KEPT = ("step_ms_readings", "train_seconds", "tokens", "peak_memory_mb", "_warmup_ms")
-    _KEPT += ("_interval_seconds", "_interval_steps", "_interval_batches", "_loss_sum")
+    STATE = {
+        "step_ms_readings": [Number(float, 0, 1e10)],
+        "train_seconds": SECONDS,
+        "tokens": COUNT,
+        "peak_memory_mb": Number(float, -1e10, 1e10, or_nan=True),
+        "_warmup_ms": Number(float, 0, 1e10, or_nan=True),
+        "_interval_seconds": SECONDS,
+        "_interval_steps": COUNT,
+        "_interval_batches": COUNT,
+        "_loss_sum": (float, Is("one number", lambda value: isinstance(value, Tensor) and value.ndim == 0)),
+    }
 
     def state_dict(self) -> dict[str, Any]:
         """All that was counted so far."""
-        return {name: getattr(self, name) for name in self._KEPT}
+        return {name: getattr(self, name) for name in self.STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Counts on from there."""
-        for name in self._KEPT:
+        for name in self.STATE:
             setattr(self, name, state[name])
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:

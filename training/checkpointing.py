@@ -13,13 +13,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import tiktoken
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer, __version__
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
+from checkpoint.checkpoint import refuse_other_weights
 from checkpoint.io import read_checkpoint, write_checkpoint
+from model.gpt import GPT
+from system.checks import Number
 from system.errors import UserError
 from training.budget_timer import BudgetTimer
 from training.callbacks import Metrics
@@ -31,13 +35,21 @@ say = logging.getLogger(__name__).info
 class CheckpointFiles(TorchCheckpointIO):
     """How the Trainer writes and reads checkpoints. `storage_options` says where the old file goes."""
 
+    def __init__(self):
+        super().__init__()
+        self.restorable: tuple[Path, dict[str, Any]] | None = None
+        """A checkpoint that is read and checked already (training/run_state.py)."""
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str, storage_options: Path | None = None) -> None:
         """Writes it whole, or not at all."""
         write_checkpoint(checkpoint, Path(path), previous=storage_options)
 
     def load_checkpoint(self, path: str, *args, **kwargs) -> dict[str, Any]:
-        """Reads plain values, of a file that is whole."""
-        return read_checkpoint(Path(path))
+        """All of the checkpoint that the run resumes from; of any other the weights."""
+        if self.restorable and self.restorable[0] == Path(path):
+            (_, state), self.restorable = self.restorable, None
+            return state
+        return {"state_dict": read_checkpoint(Path(path))["state_dict"], "pytorch-lightning_version": __version__}
 
 
 class KeepBest(Checkpoint):
@@ -46,6 +58,8 @@ class KeepBest(Checkpoint):
     def __init__(self, path: Path):
         self.path = path
         self.lowest = math.inf  # nats per token
+
+    STATE = {"lowest": Number(float, 0)}
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Writes, if it is the lowest."""
@@ -142,8 +156,12 @@ def saved_step(trainer: Trainer) -> int:
     return keep_last(trainer).saved_step
 
 
-def tidy_checkpoints(directory: Path, resumed_from: Path | None) -> None:
-    """Takes away what a kill left half written, and checkpoints that the run does not go on from."""
+def tidy_checkpoints(directory: Path, resumed_from: Path | None, network: GPT, tokenizer: tiktoken.Encoding) -> None:
+    """Takes away what a kill left half written, and checkpoints that the run does not go on from.
+
+    Args:
+        network, tokenizer: the run's. A best.ckpt of others is put aside.
+    """
     for path in directory.glob("*.tmp"):
         path.unlink()
     last, best = directory / "last.ckpt", directory / "best.ckpt"
@@ -151,10 +169,10 @@ def tidy_checkpoints(directory: Path, resumed_from: Path | None) -> None:
         last.unlink(missing_ok=True)
     try:
         if best.exists():
-            read_checkpoint(best)
+            refuse_other_weights(best, network, tokenizer)
     except UserError as error:
-        say(f"{error} It is gone now; the best from here on is kept.")
-        best.unlink()
+        aside = best.replace(best.with_suffix(".unusable"))
+        say(f"{error} It is {aside.name} now; the best from here on is kept.")
 
 
 def best_or_last(directory: Path) -> Path:

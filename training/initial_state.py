@@ -10,21 +10,24 @@ from omegaconf import DictConfig, OmegaConf
 
 from checkpoint.checkpoint import (
     NOT_IN_WEIGHTS,
+    check_entry,
     find_checkpoint,
+    load_weights,
     network_weights,
     refuse_other_format,
     refuse_other_network,
-    saved_config,
 )
 from checkpoint.io import read_checkpoint
-from data.tokenizer import from_plain
+from model.config import GPTConfig
 from model.gpt import GPT
+from system.checks import short
 from system.errors import UserError
 from system.text import counted
 from training.datamodule import TextData
 from training.progress import shares_over
-from training.resume import Resumed
+from training.resume import Resumed, refuse_other_settings
 from training.run_dir import given_keys
+from training.run_state import check_run_state
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,9 @@ class OldWeights:
 
     path: Path
     content: dict[str, Any]
+    network: GPTConfig
+    """The network that it has the weights of."""
+    saved_tokenizer: tiktoken.Encoding
     goes_on: bool
     """Whether the run goes on from here, with all of its state, or starts anew from these weights."""
 
@@ -49,18 +55,20 @@ class OldWeights:
     def tokenizer(self) -> tiktoken.Encoding | None:
         """Its tokenizer; None where the command line gives one, which then has to be the same."""
         given = any(key.split(".")[0] == "tokenizer" for key in given_keys())
-        return None if given else from_plain(self.content["gpt"]["tokenizer"])
+        return None if given else self.saved_tokenizer
 
-    def fit_into(self, network: GPT, data: TextData) -> None:
-        """Puts the weights into the network; the Trainer will, where the run goes on. Raises UserError."""
-        refuse_other_network(self.content["gpt"], network.config, data.tokenizer, self.path)
-        if not self.goes_on:
-            network.load_state_dict(network_weights(self.content))
-        elif self.run["text"] != data.text_sha256:
+    def refuse_other(self, network: GPTConfig, data: TextData) -> None:
+        """Raises UserError where network, tokens or, if the run goes on, text are not those of the checkpoint."""
+        refuse_other_network(self.content["gpt"], self.network, network, data.tokenizer, self.path)
+        if self.goes_on and self.run["text"] != data.text_sha256:
             raise UserError(
                 f"data.corpus is not the text the run was trained on: its SHA-256 is {data.text_sha256[:12]}…, was "
                 f"{self.run['text'][:12]}…. Give that text, or start anew with it: init_from={self.path}"
             )
+
+    def fit_into(self, network: GPT) -> None:
+        """Puts the weights into the network. Raises UserError where they are not all of it, or more."""
+        load_weights(network, network_weights(self.content), self.path)
 
     def refuse_reached(self, trainer: Trainer, config: DictConfig, batches_per_epoch: int, finished: bool) -> None:
         """Raises UserError where a bound ends the run before there is anything left to train.
@@ -97,13 +105,17 @@ class OldWeights:
 def old_weights(config: DictConfig, resumed: Resumed | None) -> OldWeights | None:
     """What the run begins with; None: new weights. Raises UserError for a checkpoint it cannot begin with."""
     if resumed and resumed.checkpoint:
-        return OldWeights(resumed.checkpoint, _read_state(resumed.checkpoint), goes_on=True)
-    if config.init_from is not None:
+        path, content = resumed.checkpoint, _read_state(resumed.checkpoint)
+    elif config.init_from is not None:
         path = find_checkpoint(config.init_from, config.runs_dir)
         content = read_checkpoint(path)
-        refuse_other_format(content["gpt"], path)
-        return OldWeights(path, content, goes_on=False)
-    return None
+    else:
+        return None
+    network, tokenizer = check_entry(content["gpt"], network_weights(content), path)
+    old = OldWeights(path, content, network, tokenizer, goes_on=resumed is not None)
+    if resumed:
+        refuse_other_settings(old.run.get("settings", {}), resumed)
+    return old
 
 
 def with_network_of(old: OldWeights, config: DictConfig) -> DictConfig:
@@ -111,11 +123,11 @@ def with_network_of(old: OldWeights, config: DictConfig) -> DictConfig:
     given = given_keys()
     config = OmegaConf.create(config)
     differ = []
-    for name, value in asdict(saved_config(old.content["gpt"], old.path)).items():
+    for name, value in asdict(old.network).items():
         if name == "vocab_size" or name in NOT_IN_WEIGHTS or name not in config.model:
             continue
         if given & {"model", f"model.{name}", "experiment"} and config.model[name] != value:
-            differ.append(f"model.{name} is {config.model[name]!r}, in the checkpoint {value!r}")
+            differ.append(f"model.{name} is {short(config.model[name])}, in the checkpoint {short(value)}")
         config.model[name] = value
     if differ:
         raise UserError(f"{old.path} is of another network: {'; '.join(differ)}. Leave it out, or start without.")
@@ -131,6 +143,7 @@ def _read_state(path: Path) -> dict[str, Any]:
     refuse_other_format(content["gpt"], path)
     if "run" not in content:
         raise UserError(f"{path} has weights alone, nothing to go on from. A new run with them: init_from={path}")
+    check_run_state(content, path)
     return content
 
 
@@ -141,8 +154,10 @@ def _offer(damaged: Path) -> str:
         if other == damaged:
             continue
         try:
-            step = read_checkpoint(other)["gpt"]["step"]
+            content = read_checkpoint(other)
+            check_entry(content["gpt"], network_weights(content), other)
         except UserError:
             continue
+        step = content["gpt"]["step"]
         return f"{name} beside it, of step {step:,}, is whole: python train.py {setting}={other}"
     return "There is no other in its directory: start anew."

@@ -15,6 +15,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from system.checks import short
 from system.errors import UserError
 from training.ranks import told_run_dir
 from training.run_dir import given_keys, in_use
@@ -25,7 +26,13 @@ _FIXED = ("model.", "tokenizer.", "data.", "seed", "optimizer.name")
 _FREE = ("model.dropout", "model.bigram_dropout", "data.cache_dir", "data.corpus")
 _BOUNDS = ("budget", "trainer.max_steps", "trainer.max_epochs", "trainer.max_time")
 _NOT_THE_RUNS = ("resume", "runs_dir")
-_CONFIG_BYTES = 1 << 20  # ours has two thousand
+_CONFIG_BYTES = 1 << 16  # ours has two thousand
+_CONFIG_DEPTH = 16  # ours has two
+_BEGINS = (
+    *(yaml.BlockSequenceStartToken, yaml.BlockMappingStartToken),
+    *(yaml.FlowSequenceStartToken, yaml.FlowMappingStartToken),
+)
+_ENDS = (yaml.BlockEndToken, yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken)
 
 
 @dataclass(frozen=True)
@@ -102,16 +109,26 @@ def _saved_config(run_dir: Path) -> DictConfig:
         if path.stat().st_size > _CONFIG_BYTES:
             raise ValueError(f"it has more than {_CONFIG_BYTES:,} bytes")
         text = path.read_text(encoding="utf-8")
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise ValueError("it has YAML's aliases, of which a few lines make gigabytes")
+        _refuse_what_grows(text)
         saved = OmegaConf.create(text)
     except Exception as error:  # noqa: BLE001 -- whatever PyYAML finds in a damaged file
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}. Start anew.") from error
     if not isinstance(saved, DictConfig):
         raise UserError(f"{path} is no config of a run. Start anew.")
     if found := next(_computed(OmegaConf.to_container(saved)), None):
-        raise UserError(f"{path} has {found!r}, which would be computed. Write the value in its place.")
+        raise UserError(f"{path} has {short(found)}, which would be computed. Write the value in its place.")
     return saved
+
+
+def _refuse_what_grows(text: str) -> None:
+    """Raises ValueError for YAML of which a few lines take gigabytes or hours; looks no further than to the first."""
+    depth = 0
+    for token in yaml.scan(text):
+        if isinstance(token, yaml.AliasToken):
+            raise ValueError("it has YAML's aliases, of which a few lines make gigabytes")
+        depth += isinstance(token, _BEGINS) - isinstance(token, _ENDS)
+        if depth > _CONFIG_DEPTH:
+            raise ValueError(f"its values lie in each other more than {_CONFIG_DEPTH} deep")
 
 
 def _computed(node: Any) -> Iterator[str]:
@@ -128,15 +145,19 @@ def _with_changes(saved: DictConfig, config: DictConfig, run_dir: Path) -> tuple
     try:
         merged = OmegaConf.merge(config, saved)
     except OmegaConfBaseException as error:
-        reason = " ".join(str(error).split("\n")[0].split())
+        reason = " ".join(str(error).split("\n")[0].split())[:200]
         raise UserError(f"{run_dir}/config.yaml does not fit this version of the project ({reason}).") from error
+    for key in config:
+        if isinstance(config[key], DictConfig) and not isinstance(merged[key], DictConfig):
+            raise UserError(f"{run_dir}/config.yaml has {key}: {short(merged[key])}, but it must have keys of its own.")
+    for key in sorted(OmegaConf.missing_keys(merged) - {"model.vocab_size"}):
+        raise UserError(f"{run_dir}/config.yaml has no value for {key}. Put one there, or start anew.")
     merged.resume = None
     changes, refused = [], []
     for key in _keys_on_command_line(config):
         old, new = OmegaConf.select(saved, key), OmegaConf.select(config, key)
         if old != new:
-            fixed = key.startswith(_FIXED) and key not in _FREE
-            (refused if fixed else changes).append(f"{key} {_shown(old)} -> {_shown(new)}")
+            (refused if _is_fixed(key) else changes).append(f"{key} {_shown(old)} -> {_shown(new)}")
             OmegaConf.update(merged, key, new)
     if refused:
         raise UserError(
@@ -144,6 +165,37 @@ def _with_changes(saved: DictConfig, config: DictConfig, run_dir: Path) -> tuple
             "Leave it out, or start anew: init_from=CHECKPOINT begins with old weights."
         )
     return merged, changes
+
+
+def fixed_settings(config: DictConfig) -> dict[str, Any]:
+    """What can't change in a run, for its checkpoints; the network is there anyway."""
+    values = OmegaConf.to_container(config, resolve=True)
+    flat = {f"{group}.{name}": value for group in ("tokenizer", "data") for name, value in values[group].items()}
+    flat |= {"seed": values["seed"], "optimizer.name": values["optimizer"]["name"]}
+    return {key: value for key, value in flat.items() if _is_fixed(key)}
+
+
+def _is_fixed(key: str) -> bool:
+    return key.startswith(_FIXED) and key not in _FREE
+
+
+def refuse_other_settings(saved: dict[str, Any], resumed: Resumed) -> None:
+    """Raises UserError where config.yaml has other fixed values than the run was made with.
+
+    Args:
+        saved: `fixed_settings`, from the checkpoint; empty in those of earlier versions.
+    """
+    ours = fixed_settings(resumed.config)
+    differ = [
+        f"{key} {short(ours[key])} in place of {short(value)}"
+        for key, value in saved.items()
+        if key in ours and ours[key] != value
+    ]
+    if differ:
+        raise UserError(
+            f"{resumed.run_dir / 'config.yaml'} was changed after the run was made: {', '.join(differ)}. Put that "
+            f"back, or start anew: init_from={resumed.checkpoint}"
+        )
 
 
 def _keys_on_command_line(config: DictConfig) -> list[str]:
@@ -159,4 +211,4 @@ def _keys_on_command_line(config: DictConfig) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    return "null" if value is None else str(value)
+    return "null" if value is None else value if isinstance(value, str) and len(value) < 80 else short(value)

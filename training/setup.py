@@ -26,9 +26,12 @@ from training.compile import compile_if_wanted
 from training.datamodule import TextData
 from training.initial_state import OldWeights, with_network_of
 from training.lightning_module import GPTLightning
+from training.optim import build_optimizer
 from training.processes import Processes
 from training.progress import RunTimer
 from training.ranks import launcher
+from training.resume import fixed_settings
+from training.run_state import restorable_state
 from training.trainer import batch_limits, build_trainer, expected_device, refuse_time_on_several_devices, resolve
 
 
@@ -105,9 +108,12 @@ def prepare(config: DictConfig, old: OldWeights | None, began: float) -> Run:
     limits = batch_limits(options)
     data = TextData(data_config, tokenizer_config, config.model.context_length, config.seed, tokenizer, limits)
     data.prepare()
-    network = GPT(build(GPTConfig, config.model, vocab_size=data.vocab_size))
+    network_config = build(GPTConfig, config.model, vocab_size=data.vocab_size)
     if old:
-        old.fit_into(network, data)
+        old.refuse_other(network_config, data)
+    network = GPT(network_config)
+    if old:
+        old.fit_into(network)
     timer = None
     if budget:
         about_timer = (
@@ -135,7 +141,11 @@ def prepare(config: DictConfig, old: OldWeights | None, began: float) -> Run:
                 load=max(1.0, spent / processor_s),
             )
         data.out_of_time = timer.out_of_time
-    facts = {"text": data.text_sha256, "budget": budget.total_seconds() if budget else None}
+    facts = {
+        "text": data.text_sha256,
+        "budget": budget.total_seconds() if budget else None,
+        "settings": fixed_settings(config),
+    }
     module = GPTLightning(network, data.tokenizer, build(OptimizerConfig, config.optimizer), config.seed)
     metrics = Metrics(hyperparameters(config, network))
     return Run(config, options, data, module, metrics, timer, old, began, facts, picked)
@@ -155,6 +165,10 @@ def build_parts(run: Run, run_dir: Path, stop_on_signal: StopOnSignal) -> Traine
     ]
     trainer = trainer_in(run_dir, run.options, run.config.validations, run.data, callbacks, run.timer)
     refuse_time_on_several_devices(trainer, run.options)
+    if run.old and run.old.goes_on:
+        optimizer = build_optimizer(run.network, run.module.optimizer_config)
+        state = restorable_state(run.old.content, trainer, optimizer, run.old.path)
+        trainer.strategy.checkpoint_io.restorable = (run.old.path, state)
     if run.old:
         finished = (run_dir / "summary.json").exists()
         run.old.refuse_reached(trainer, run.config, len(run.data.train_dataloader()), finished)

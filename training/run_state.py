@@ -1,0 +1,149 @@
+"""The state of a run in a checkpoint, which may be another person's, before anything is restored from it.
+
+Lightning and PyTorch restore what a file says: counters of any type, optimizer states of any shape. Here each value is
+compared with what this run would write itself, and they get that alone.
+"""
+
+import math
+import re
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+
+from checkpoint.checkpoint import NETWORK_PREFIX, network_weights
+from system.checks import COUNT, SECONDS, Is, Number, check
+from system.errors import UserError
+from training.callbacks import Metrics
+from training.checkpointing import KeepBest
+from training.progress import RunTimer
+
+_VERSION = re.compile(r"[2-9]\d{0,3}(\.\d{1,4}){1,2}([.+]?[a-z]\w{0,30})?", re.ASCII)
+_FACTOR = Number(float, 0, 1e38)
+
+RUN_STATE = {
+    "epoch": COUNT,
+    "global_step": COUNT,
+    "pytorch-lightning_version": Is("the version of Lightning", lambda v: type(v) is str and _VERSION.fullmatch(v)),
+    "loops": {"fit_loop": {"epoch_loop.batch_progress": {"total": {"processed": COUNT}}}},
+    "callbacks": {
+        Metrics.__qualname__: Metrics.STATE,
+        KeepBest.__qualname__: KeepBest.STATE,
+        RunTimer.__qualname__: {"time_elapsed": {"train": SECONDS}},
+    },
+    "optimizer_states": [{"state": {int: {str: object}}, "param_groups": [{"params": [COUNT]}]}],
+    "lr_schedulers": Is("an empty list", lambda v: v == []),
+    "run": {
+        "text": str,
+        "budget": (SECONDS, NoneType),
+        "max_time": (SECONDS, NoneType),
+        "seconds": SECONDS,
+        "train_seconds": SECONDS,
+        "settings?": {str: str | float | bool | None},
+    },
+    "MixedPrecision?": {  # PyTorch's GradScaler
+        **{name: _FACTOR for name in ("scale", "growth_factor", "backoff_factor")},
+        **{name: COUNT for name in ("growth_interval", "_growth_tracker")},
+    },
+}
+"""Entries of last.ckpt beside those of each checkpoint, in the language of system/checks.py."""
+
+
+def check_run_state(content: dict[str, Any], path: Path) -> None:
+    """Raises UserError where an entry that a resumed run needs is missing, or is not what it should be."""
+    callbacks = content.get("callbacks")
+    if isinstance(callbacks, dict) and "Timer" in callbacks:  # as earlier versions called it
+        callbacks.setdefault(RunTimer.__qualname__, callbacks.pop("Timer"))
+    try:
+        check(content, RUN_STATE, "it")
+        run, step = content["run"], content["global_step"]
+        if (run["budget"] is None) != (run["max_time"] is None):
+            raise ValueError("run.budget and run.max_time go together")
+        if content["gpt"].get("step") != step:
+            raise ValueError(f"gpt.step is not global_step, {step}")
+    except ValueError as error:
+        raise _cannot_resume(path, error) from error
+
+
+def restorable_state(content: dict[str, Any], trainer: Trainer, optimizer: torch.optim.Optimizer, path: Path) -> dict:
+    """What Lightning may restore: the values of the checkpoint, and of them no others than this run would write.
+
+    Args:
+        content: checked by `check_run_state`, its weights loaded into the network.
+        optimizer: a new one for the run's network.
+
+    Raises:
+        UserError: a loop's counters, or the optimizer's state, are not those of such a run.
+    """
+    step = content["global_step"]
+    try:
+        fit_loop = _like(content["loops"]["fit_loop"], trainer.fit_loop.state_dict(), "loops.fit_loop")
+        done = fit_loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
+        epochs = fit_loop["epoch_progress"]["current"]["processed"]
+        if (done, epochs) != (step, content["epoch"]):
+            raise ValueError(f"loops say step {done} and epoch {epochs}, it says {step} and {content['epoch']}")
+        if len(content["optimizer_states"]) != 1:
+            raise ValueError(f"it has {len(content['optimizer_states'])} optimizer_states, but needs 1")
+        optimizer_state = _optimizer_state(content["optimizer_states"][0], optimizer, step)
+    except (ValueError, KeyError) as error:
+        raise _cannot_resume(path, error) from error
+    ours = {callback.state_key for callback in trainer.callbacks}
+    scaler = {name: content[name] for name in ("MixedPrecision",) if name in content}
+    return {
+        **{name: content[name] for name in ("epoch", "global_step", "pytorch-lightning_version", "lr_schedulers")},
+        "state_dict": {NETWORK_PREFIX + name: weight for name, weight in network_weights(content).items()},
+        "loops": {"fit_loop": fit_loop},
+        "callbacks": {name: state for name, state in content["callbacks"].items() if name in ours},
+        "optimizer_states": [optimizer_state],
+        **scaler,
+    }
+
+
+def _like(value: Any, ours: Any, name: str) -> Any:
+    """The value's counters and switches, by the names that ours have; a counter it does not have is as ours."""
+    if isinstance(ours, dict):
+        check(value, dict, name)
+        return {key: _like(value.get(key, inner), inner, f"{name}.{key}") for key, inner in ours.items()}
+    check(value, bool if isinstance(ours, bool) else COUNT, name)
+    return value
+
+
+def _optimizer_state(saved: dict[str, Any], optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
+    """The saved numbers, in groups with this run's own settings. Raises ValueError where one is not for its weight."""
+    ours = optimizer.state_dict()["param_groups"]
+    sizes = [[len(group["params"]) for group in groups] for groups in (saved["param_groups"], ours)]
+    if [group["params"] for group in saved["param_groups"]] != [group["params"] for group in ours]:
+        raise ValueError(f"its optimizer has groups of {sizes[0][:10]} weights, but this run of {sizes[1]}")
+    if step > 0 or saved["state"]:
+        for group, own in zip(optimizer.param_groups, ours, strict=True):
+            for index, weight in zip(own["params"], group["params"], strict=True):
+                shapes = _state_of(weight, group["muon"])
+                check(saved["state"], {index: shapes}, "optimizer_states.0.state")
+                if saved["state"][index].keys() != shapes.keys():
+                    raise ValueError(f"optimizer_states.0.state.{index} has other keys than {', '.join(shapes)}")
+        if len(saved["state"]) != sum(sizes[1]):
+            raise ValueError(f"its optimizer has the state of {len(saved['state'])} weights, not of {sum(sizes[1])}")
+    return {"state": saved["state"], "param_groups": ours}
+
+
+def _state_of(weight: torch.Tensor, muon: bool) -> dict[str, Is]:
+    """What the optimizer keeps for a weight."""
+    like = Is(
+        f"numbers of shape {tuple(weight.shape)}",
+        lambda value: type(value) is torch.Tensor and value.is_floating_point() and value.shape == weight.shape,
+    )
+    count = Is(
+        "a count of steps",
+        lambda value: type(value) is torch.Tensor and value.dtype == torch.float32 and value.ndim == 0
+        and 0 <= float(value) < math.inf,
+    )  # fmt: skip
+    return {"momentum": like} if muon else {"step": count, "exp_avg": like, "exp_avg_sq": like}
+
+
+def _cannot_resume(path: Path, error: Exception) -> UserError:
+    return UserError(
+        f"{path} is not a state that this run can resume from ({str(error)[:200]}). Resume another checkpoint, or "
+        f"begin a new run with its weights: init_from={path}"
+    )
