@@ -3,11 +3,14 @@
 Each file here tries. Were it followed, there would be a canary; it must be refused in one line, or do nothing.
 """
 
+import base64
 import builtins
 import json
 import os
 import pickle
+import random
 import resource
+import shutil
 import struct
 import zipfile
 from collections import OrderedDict
@@ -17,15 +20,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Timer
 
 from benchmarks import context_seen
 from checkpoint.checkpoint import NETWORK_PREFIX, gpt_entry, load_checkpoint
+from checkpoint.io import read_checkpoint
 from checkpoint.pickle_scan import refuse_unsafe
 from data.config import DataConfig, TokenizerConfig
 from data.tokenizer import build_tokenizer
-from model.config import GPTConfig
+from model.config import GPTConfig, OptimizerConfig
 from model.gpt import GPT
+from system.checks import short
+from system.errors import UserError
+from system.memory import least_weights
+from training.callbacks import Metrics
+from training.checkpointing import KeepBest
 from training.datamodule import TextData
+from training.optim import build_optimizer
+from training.run_state import check_run_state, restorable_state
 
 HUGE = 10**12
 
@@ -280,12 +293,21 @@ TOKENIZERS = {
     "a name that moves the cursor": {"name": "\x1b[2Jbyte"},
     "merges that are no text": {"merges": {"_target_": "os.system"}},
     "a pattern that is none": {"pattern": "("},
+    "a pattern of a million characters": {"pattern": "a" * 10**6},
+    "a token of a million bytes": {"merges": base64.b64encode(bytes(10**6)).decode() + " 256\n"},
+    "a token of no bytes": {"merges": " 256\n"},
+    "an id that is a text": {"special_tokens": [["<|end|>", "256"]]},
+    "a special token twice": {"special_tokens": [["<|a|>", 256], ["<|b|>", 256]]},
+    "special tokens that are a number": {"special_tokens": 5},
 }
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_hostile_tokenizer_is_refused(refuse, tmp_path, good, name):
-    entry = good["gpt"] | {"tokenizer": good["gpt"]["tokenizer"] | TOKENIZERS[name]}
+    ours, changed = good["gpt"]["tokenizer"], dict(TOKENIZERS[name])
+    if isinstance(changed.get("merges"), str):
+        changed["merges"] = ours["merges"] + changed["merges"]
+    entry = good["gpt"] | {"tokenizer": ours | changed}
     torch.save(good | {"gpt": entry}, tmp_path / "bad.ckpt")
     error = refuse("sample", f"checkpoint={tmp_path / 'bad.ckpt'}")
     assert "does not fit" in error and "\x1b" not in error
@@ -308,6 +330,266 @@ def test_other_entries_of_a_checkpoint_are_never_looked_at(sample_here, canary, 
     }
     torch.save(good | extra, tmp_path / "odd.ckpt")
     assert sample_here(f"checkpoint={tmp_path / 'odd.ckpt'}", "max_new_tokens=2").returncode == 0
+
+
+# Small in the file, large in memory
+
+
+def shared(kind, levels):
+    """Ten references to ten references to ...: a few bytes a level, ten times as many values as the level before."""
+    value = kind("x" * 10)
+    for _ in range(levels):
+        value = kind([value] * 10)
+    return value
+
+
+GROWING = {
+    "a size": {"model": {"vocab_size": shared(list, 7)}},
+    "a choice": {"model": {"vocab_size": 256, "norm": shared(tuple, 7)}},
+    "a key that nobody knows": {"model": {"vocab_size": 256, "other": shared(list, 7)}},
+    "the format": {"format": shared(list, 7)},
+    "the step": {"step": shared(list, 7)},
+    "a figure": {"validation": {"nats_per_token": shared(tuple, 7), "bits_per_byte": 1.0}},
+    "a tokenizer's name": {"tokenizer": {"name": shared(list, 7)}},
+    "a long text a thousand times": {"step": ["x" * 10**6] * 1000},
+    "a key that takes for ever to hash": {"model": {shared(tuple, 3): 1}},
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_value_that_is_small_in_the_file_and_large_in_memory_is_refused(refuse, tmp_path, good, name):
+    torch.save(good | {"gpt": good["gpt"] | GROWING[name]}, tmp_path / "bad.ckpt")
+    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    error = refuse("sample", f"checkpoint={tmp_path / 'bad.ckpt'}")
+    assert "bad.ckpt is no checkpoint" in error and len(error) < 1000
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 100_000
+
+
+def test_key_of_nested_tuples_is_never_hashed(refuse, tmp_path):
+    levels = b"K\x01" + b"".join(b"q\x00" + b"(" + b"h\x00" * 10 + b"t" for _ in range(30))  # each ten of the one below
+    assert "is no checkpoint" in refuse(
+        "sample", f"checkpoint={archive(tmp_path / 'a.ckpt', b'%c%c}' % (128, 2) + levels + b'Ns.')}"
+    )
+
+
+def test_dictionary_is_never_copied(refuse, tmp_path):
+    copied = Calls(OrderedDict, {"a": 1})
+    path = archive(tmp_path / "bad.ckpt", pickled({"gpt": {}, "state_dict": {}, "extra": copied}))
+    assert "is no checkpoint" in refuse("sample", f"checkpoint={path}")
+
+
+@pytest.mark.parametrize(
+    "shape", [(2,) * 100, tuple(range(10)), (1 << 70,)], ids=["100 dimensions", "10 dimensions", "2^70 rows"]
+)
+def test_tensor_of_a_shape_that_only_counts_long_is_refused(refuse, tmp_path, shape):
+    path = archive(tmp_path / "bad.ckpt", pickled({"extra": tensor(Data(2), shape, shape)}))
+    assert "tensor" in refuse("sample", f"checkpoint={path}")
+
+
+def test_weights_count_once_however_many_names_they_have(refuse, tmp_path, good, monkeypatch):
+    monkeypatch.setattr("checkpoint.checkpoint.GPT", lambda config: pytest.fail(f"is built: {config}"))
+    needed = least_weights(GPTConfig(**good["gpt"]["model"]))
+    one = torch.zeros(needed // 2)
+    torch.save(good | {"state_dict": {NETWORK_PREFIX + name: one for name in "abc"}}, tmp_path / "bad.ckpt")
+    assert "does not fit" in refuse("sample", f"checkpoint={tmp_path / 'bad.ckpt'}")
+
+
+def test_layers_without_tensors_are_not_built(refuse, tmp_path, good, monkeypatch):
+    monkeypatch.setattr("checkpoint.checkpoint.GPT", lambda config: pytest.fail(f"is built: {config}"))
+    slim = {"d_model": 2, "num_heads": 1, "mlp_hidden": 1, "num_layers": 2000}
+    weights = {"network.all": torch.zeros(100_000)}
+    entry = good["gpt"] | {"model": good["gpt"]["model"] | slim}
+    torch.save({"gpt": entry, "state_dict": weights}, tmp_path / "bad.ckpt")
+    assert "2000 layers, but has 1 tensors" in refuse("sample", f"checkpoint={tmp_path / 'bad.ckpt'}")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("x" * 10**6, f"'{'x' * 80}'…"),
+        (1 << 100_000, "a number of 100,001 bits"),
+        ([[1] * 1000] * 1000, "a list of 1000"),
+        ({"a": 1}, "a dictionary of 1"),
+        (torch.zeros(1000), "a tensor"),
+        (None, "None"),
+    ],
+    ids=["text", "number", "list", "dictionary", "tensor", "nothing"],
+)
+def test_value_is_shown_in_a_few_characters(value, shown):
+    assert short(value) == shown
+
+
+# Odd, and harmless
+
+
+class Shadowed:
+    """Pickles as a dictionary with numbers in the place of its methods."""
+
+    def __init__(self, items: dict):
+        self.content = items
+
+    def __reduce__(self):
+        attributes = dict.fromkeys(("items", "keys", "values", "get", "copy"), 5)
+        return OrderedDict, (), attributes, None, iter(self.content.items())
+
+
+def test_names_of_weights_that_are_numbers_are_refused(refuse, tmp_path, good):
+    torch.save(good | {"state_dict": {**good["state_dict"], 5: torch.zeros(2)}}, tmp_path / "bad.ckpt")
+    assert "is no checkpoint" in refuse("sample", f"checkpoint={tmp_path / 'bad.ckpt'}")
+
+
+def test_attributes_in_place_of_a_dictionarys_methods_are_left_out(tmp_path, good):
+    torch.save(good | {"state_dict": Shadowed(good["state_dict"])}, tmp_path / "odd.ckpt")
+    assert type(read_checkpoint(tmp_path / "odd.ckpt")["state_dict"]) is dict
+    assert load_checkpoint(tmp_path / "odd.ckpt").step == 0
+
+
+def test_numbers_of_another_kind_are_refused_as_weights(refuse, tmp_path, good):
+    whole = {name: weight.long() for name, weight in good["state_dict"].items()}
+    torch.save(good | {"state_dict": whole}, tmp_path / "bad.ckpt")
+    assert "torch.int64" in refuse("sample", f"checkpoint={tmp_path / 'bad.ckpt'}")
+
+
+def test_each_tensor_of_a_file_is_in_one_piece(tmp_path, good):
+    overlapping = torch.zeros(100).as_strided((5, 20), (0, 0), 90)  # 100 numbers from the 90th of 100 on
+    torch.save(good | {"extra": overlapping}, tmp_path / "odd.ckpt")
+    assert read_checkpoint(tmp_path / "odd.ckpt")["extra"].is_contiguous()
+
+
+# Any value in any place
+
+
+def replacements(old) -> list:
+    """What may stand in the place of a value."""
+    values = [None, 10**60, -1, float("nan"), "x", [], {}, (), shared(list, 4), torch.zeros(3, 5), torch.tensor(7)]
+    if isinstance(old, dict):
+        values += [{**old, "extra": 1}, dict(list(old.items())[1:]), Shadowed(old), list(old)]
+    if isinstance(old, torch.Tensor):
+        values += [old.double(), old.flatten(), old.bool(), old * float("nan")]
+    return values
+
+
+def places(node, at=()) -> list:
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, (list, tuple)) else ()
+    return [at] + [place for key, inner in items for place in places(inner, (*at, key))]
+
+
+def replaced(node, at, value):
+    """The content with `value` in that place, or what `value` makes of what was there."""
+    if not at:
+        return value(node) if callable(value) else value
+    changed = dict(node) if isinstance(node, dict) else list(node)
+    changed[at[0]] = replaced(node[at[0]], at[1:], value)
+    return changed if isinstance(node, (dict, list)) else tuple(changed)
+
+
+def mutations(content, number: int):
+    """Contents with a random value in a random place, always the same ones, each with its place."""
+    draw = random.Random(0)
+    everywhere = places(content)
+    for _ in range(number):
+        at = draw.choice(everywhere)
+        old = content
+        for key in at:
+            old = old[key]
+        yield at, replaced(content, at, draw.choice(replacements(old)))
+
+
+def test_any_value_in_any_place_of_a_checkpoint_is_refused_in_one_line_or_does_nothing(tmp_path, good):
+    refused = 0
+    for at, content in mutations(good, 150):
+        torch.save(content, tmp_path / "odd.ckpt")
+        try:
+            load_checkpoint(tmp_path / "odd.ckpt").describe()
+        except UserError as error:
+            refused += 1
+            assert "odd.ckpt" in str(error) and len(str(error)) < 1000 + len(str(tmp_path)) * 2, at
+    assert 75 < refused < 150
+
+
+@pytest.fixture(scope="module")
+def last(tiny_run) -> dict:
+    """What a run resumes from."""
+    return read_checkpoint(tiny_run.path / "checkpoints" / "last.ckpt")
+
+
+def test_any_value_in_any_place_of_a_runs_state_is_refused_or_can_be_restored(last, tmp_path):
+    path, refused = tmp_path / "last.ckpt", 0
+    network = GPT(GPTConfig(**last["gpt"]["model"]))
+    state = {name: value for name, value in last.items() if name not in ("state_dict", "gpt")}
+    for at, changed in mutations(state, 300):
+        optimizer = build_optimizer(network, OptimizerConfig(embedding_lr=0.02))
+        callbacks = [Metrics({}), KeepBest(path), Timer(verbose=False)]
+        trainer = Trainer(accelerator="cpu", logger=False, callbacks=[*callbacks], enable_progress_bar=False)
+        content = {**last, **changed} if isinstance(changed, dict) else changed
+        try:
+            torch.save(content, path)
+            content = read_checkpoint(path)
+            check_run_state(content, path)
+            restored = restorable_state(content, trainer, optimizer, path)
+        except UserError as error:
+            refused += 1
+            assert str(path) in str(error) and len(str(error)) < 1000, at
+            continue
+        trainer.fit_loop.load_state_dict(restored["loops"]["fit_loop"])
+        optimizer.load_state_dict(restored["optimizer_states"][0])
+        for callback in callbacks:
+            callback.load_state_dict(restored["callbacks"][callback.state_key.partition("{")[0]])
+        for weight in network.parameters():
+            weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+        assert trainer.fit_loop.state_dict().keys() == restored["loops"]["fit_loop"].keys()
+        assert trainer.global_step == last["global_step"]
+    assert 100 < refused < 300
+
+
+def spoilt_states() -> dict:
+    """Changes of a checkpoint to resume from: where, and what is put there (a function: of what was there)."""
+    first_state = ("optimizer_states", 0, "state", 0)
+    steps = ("loops", "fit_loop", "epoch_loop.automatic_optimization.optim_progress", "optimizer", "step", "total")
+    return {
+        "no optimizer": (("optimizer_states",), []),
+        "two optimizers": (("optimizer_states",), lambda states: states * 2),
+        "an optimizer without state": (("optimizer_states", 0, "state"), {}),
+        "one group less": (("optimizer_states", 0, "param_groups"), lambda groups: groups[1:]),
+        "state of another shape": ((*first_state, "exp_avg"), torch.zeros(3, 5)),
+        "state of another optimizer": (first_state, {"momentum": torch.zeros(3)}),
+        "a count of steps that is a matrix": ((*first_state, "step"), torch.zeros(2, 2)),
+        "loops that are a number": (("loops",), 5),
+        "no counters": (("loops", "fit_loop"), {}),
+        "a counter that is a text": (("loops", "fit_loop", "epoch_progress", "current", "ready"), "many"),
+        "another step": ((*steps, "completed"), 7),
+        "a step beyond all": (("global_step",), 10**30),
+        "a run that is a list": (("run",), []),
+        "seconds that are no number": (("run", "seconds"), float("nan")),
+        "a budget without an end": (("run", "budget"), 60.0),
+        "callbacks that are a text": (("callbacks",), "all"),
+        "readings that are texts": (("callbacks", "Metrics", "step_ms_readings"), ["fast"]),
+        "a schedule": (("lr_schedulers",), [{"last_epoch": 1}]),
+        "no version": (("pytorch-lightning_version",), "newest"),
+        "more weights": (("state_dict",), lambda weights: {**weights, "network.more": torch.zeros(2)}),
+    }
+
+
+@pytest.mark.parametrize("name", spoilt_states())
+def test_state_that_a_run_cannot_resume_from_is_refused_and_nothing_is_touched(
+    train_here, tiny_run, last, tmp_path, name
+):
+    run_dir = Path(shutil.copytree(tiny_run.dir, tmp_path / "received"))
+    torch.save(replaced(last, *spoilt_states()[name]), run_dir / "checkpoints" / "last.ckpt")
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    error = train_here(f"resume={run_dir}", "trainer.max_steps=50", settings=()).error
+    assert "last.ckpt" in error and len(error) < 1000 + 4 * len(str(tmp_path))
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
+
+
+def test_best_of_another_network_is_named_and_put_aside(train_here, tiny_run, good, tmp_path):
+    run_dir = Path(shutil.copytree(tiny_run.dir, tmp_path / "received"))
+    torch.save(good, run_dir / "checkpoints" / "best.ckpt")
+    resumed = train_here(f"resume={run_dir}", "trainer.max_steps=45", settings=())
+    assert resumed.returncode == 0 and "best.ckpt is of another network" in resumed.stdout, resumed
+    assert "It is best.unusable now" in resumed.stdout and (run_dir / "checkpoints" / "best.unusable").is_file()
+    assert load_checkpoint(run_dir / "checkpoints" / "best.ckpt").step == 45
 
 
 # Safetensors
@@ -365,6 +647,11 @@ def headers(canary: Path) -> dict[str, bytes]:
         "no metadata": header({"w": one}),
         "metadata that is no JSON": header({"w": one, "__metadata__": entries | {"model": "os.system"}}),
         "metadata that names a target": header({"w": one, "__metadata__": entries}),
+        "a key that comes twice": header(
+            {"w": one, "__metadata__": entries | {"model": '{"bias": true, "bias": false}'}}
+        ),
+        "a number of 100,000 digits": header({"w": one, "__metadata__": entries | {"step": "9" * 100_000}}),
+        "a size that is no number": header({"w": one, "__metadata__": entries | {"model": '{"vocab_size": NaN}'}}),
         "a list in a list in a list": header({"w": one, "__metadata__": entries | {"step": "[" * 100_000}}),
         "a pickle": pickle.dumps(Calls(os.system, f"touch {canary}")),
     }

@@ -12,6 +12,7 @@ from conftest import write_text
 from omegaconf import OmegaConf
 
 from checkpoint.checkpoint import load_checkpoint
+from checkpoint.io import read_checkpoint
 from training.lightning_module import GPTLightning
 
 CURVES = ("train/loss", "train/grad_norm", "train/tokens", "val/loss", "val/bits_per_byte")
@@ -321,6 +322,64 @@ def test_few_lines_that_would_fill_the_memory_are_refused(train_here, received):
     assert "aliases" in train_here(f"resume={received}", settings=()).error
     (received / "config.yaml").write_text("# " + "x" * (1 << 20))
     assert "bytes" in train_here(f"resume={received}", settings=()).error
+
+
+@pytest.mark.parametrize(
+    "text", ["a: " + "[" * 30_000, "- " * 30_000, "? " * 30_000, "a: " + "{a: " * 15_000], ids=lambda text: text[:6]
+)
+def test_config_of_a_run_that_is_nested_deep_is_refused_at_once(train_here, received, text):
+    (received / "config.yaml").write_text(text)
+    refused = train_here(f"resume={received}", settings=())
+    assert "deep" in refused.error and refused.seconds < 20
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("data.batch_size", 8, "data.batch_size 8 in place of 4"),
+        ("data.val_fraction", 0.2, "data.val_fraction 0.2 in place of 0.1"),
+        ("seed", 5, "seed 5 in place of 0"),
+        ("optimizer.name", "adamw", "optimizer.name 'adamw' in place of 'muon'"),
+        ("tokenizer.kind", "byte", "tokenizer.kind 'byte' in place of 'bpe'"),
+        ("model.num_layers", 3, "model.num_layers is 3, in the checkpoint 2"),
+        ("model.d_model", 64, "model.d_model is 64, in the checkpoint 32"),
+        ("model", None, "model"),
+        ("trainer", None, "trainer"),
+        ("data", 5, "data"),
+        ("seed", None, "seed"),
+        ("trainer.max_steps", "???", "trainer.max_steps"),
+        ("data.corpus", "x" * 20_000, "a text of 20,000 characters"),
+        ("optimizer.beta1", "many", "many"),
+    ],
+)
+def test_config_of_a_run_that_was_edited_is_refused_by_name_and_nothing_is_touched(
+    train_here, received, key, value, named
+):
+    config = yaml.safe_load((received / "config.yaml").read_text())
+    group, _, name = key.rpartition(".")
+    (config[group] if group else config)[name] = value
+    (received / "config.yaml").write_text(yaml.safe_dump(config))
+    before = {path: path.stat().st_mtime_ns for path in received.rglob("*")}
+    longer = () if "trainer" in key else ("trainer.max_steps=50",)
+    error = train_here(f"resume={received}", *longer, settings=()).error
+    assert named in error and len(error) < 1000
+    assert {path: path.stat().st_mtime_ns for path in received.rglob("*")} == before
+
+
+def test_number_too_long_to_be_written_is_refused_in_few_characters(train_here, received):
+    path = received / "config.yaml"
+    path.write_text(path.read_text().replace("seed: 0", "seed: 0x" + "f" * 10_000))
+    error = train_here(f"resume={received}", settings=()).error
+    assert "a number of 40,000 bits" in error and len(error) < 1000
+
+
+def test_checkpoint_of_an_earlier_version_without_settings_is_resumed(train_here, received):
+    path = received / "checkpoints" / "last.ckpt"
+    content = read_checkpoint(path)
+    assert content["run"].pop("settings")["data.batch_size"] == 4
+    torch.save(content, path)
+    resumed = train_here(f"resume={received}", "trainer.max_steps=42", settings=())
+    assert resumed.returncode == 0 and load_checkpoint(path).step == 42, resumed
 
 
 @pytest.mark.parametrize("name", ["train.log", "config.tmp", "checkpoints", "summary.tmp", "checkpoints/last.tmp"])

@@ -28,6 +28,7 @@ _BOUNDS = ("budget", "trainer.max_steps", "trainer.max_epochs", "trainer.max_tim
 _NOT_THE_RUNS = ("resume", "runs_dir")
 _CONFIG_BYTES = 1 << 16  # ours has two thousand
 _CONFIG_DEPTH = 16  # ours has two
+_TEXT_CHARS = 4096  # of a value: the longest path
 _BEGINS = (
     *(yaml.BlockSequenceStartToken, yaml.BlockMappingStartToken),
     *(yaml.FlowSequenceStartToken, yaml.FlowMappingStartToken),
@@ -115,8 +116,8 @@ def _saved_config(run_dir: Path) -> DictConfig:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}. Start anew.") from error
     if not isinstance(saved, DictConfig):
         raise UserError(f"{path} is no config of a run. Start anew.")
-    if found := next(_computed(OmegaConf.to_container(saved)), None):
-        raise UserError(f"{path} has {short(found)}, which would be computed. Write the value in its place.")
+    if wrong := next(_wrong_values(OmegaConf.to_container(saved)), None):
+        raise UserError(f"{path} has {wrong}. Put the value in its place.")
     return saved
 
 
@@ -131,25 +132,37 @@ def _refuse_what_grows(text: str) -> None:
             raise ValueError(f"its values lie in each other more than {_CONFIG_DEPTH} deep")
 
 
-def _computed(node: Any) -> Iterator[str]:
-    """Texts in which OmegaConf would resolve ${...}: those where it is not behind an odd number of backslashes."""
+def _wrong_values(node: Any) -> Iterator[str]:
+    """What no run writes, in words: sizes beyond all use, and texts in which OmegaConf would resolve ${...}.
+
+    Those are the ones where it is not behind an odd number of backslashes.
+    """
     if isinstance(node, (dict, list)):
         for value in node.values() if isinstance(node, dict) else node:
-            yield from _computed(value)
+            yield from _wrong_values(value)
+    elif isinstance(node, str) and len(node) > _TEXT_CHARS:
+        yield f"a text of {len(node):,} characters"
+    elif isinstance(node, int) and node.bit_length() > 63:
+        yield short(node)
     elif isinstance(node, str) and re.search(r"(?<!\\)(\\\\)*\$\{", node):
-        yield node
+        yield f"{short(node)}, which would be computed"
 
 
 def _with_changes(saved: DictConfig, config: DictConfig, run_dir: Path) -> tuple[DictConfig, list[str]]:
     """The run's config with what the command line gives, and what that changes."""
+    for key in config:
+        value = OmegaConf.select(saved, key)
+        if isinstance(config[key], DictConfig) and key in saved and not isinstance(value, DictConfig):
+            raise UserError(f"{run_dir}/config.yaml has {key}: {_shown(value)}, but it must have keys of its own.")
     try:
         merged = OmegaConf.merge(config, saved)
     except OmegaConfBaseException as error:
         reason = " ".join(str(error).split("\n")[0].split())[:200]
-        raise UserError(f"{run_dir}/config.yaml does not fit this version of the project ({reason}).") from error
-    for key in config:
-        if isinstance(config[key], DictConfig) and not isinstance(merged[key], DictConfig):
-            raise UserError(f"{run_dir}/config.yaml has {key}: {short(merged[key])}, but it must have keys of its own.")
+        key = str(error.full_key or "a key")[:100]
+        raise UserError(
+            f"{run_dir}/config.yaml: {key} does not fit this version of the project ({reason}). Put back what the run "
+            "wrote there, or start anew."
+        ) from error
     for key in sorted(OmegaConf.missing_keys(merged) - {"model.vocab_size"}):
         raise UserError(f"{run_dir}/config.yaml has no value for {key}. Put one there, or start anew.")
     merged.resume = None
