@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Timer
 
 from benchmarks import context_seen
 from checkpoint.checkpoint import NETWORK_PREFIX, gpt_entry, load_checkpoint
@@ -30,14 +29,15 @@ from checkpoint.pickle_scan import refuse_unsafe
 from data.config import DataConfig, TokenizerConfig
 from data.tokenizer import build_tokenizer
 from model.config import GPTConfig, OptimizerConfig
+from model.flops import least_weights
 from model.gpt import GPT
 from system.checks import short
 from system.errors import UserError
-from system.memory import least_weights
 from training.callbacks import Metrics
 from training.checkpointing import KeepBest
 from training.datamodule import TextData
 from training.optim import build_optimizer
+from training.progress import RunTimer
 from training.run_state import check_run_state, restorable_state
 
 HUGE = 10**12
@@ -519,7 +519,7 @@ def test_any_value_in_any_place_of_a_runs_state_is_refused_or_can_be_restored(la
     state = {name: value for name, value in last.items() if name not in ("state_dict", "gpt")}
     for at, changed in mutations(state, 300):
         optimizer = build_optimizer(network, OptimizerConfig(embedding_lr=0.02))
-        callbacks = [Metrics({}), KeepBest(path), Timer(verbose=False)]
+        callbacks = [Metrics({}), KeepBest(path), RunTimer(None)]
         trainer = Trainer(accelerator="cpu", logger=False, callbacks=[*callbacks], enable_progress_bar=False)
         content = {**last, **changed} if isinstance(changed, dict) else changed
         try:

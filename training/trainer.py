@@ -215,7 +215,9 @@ def _check_values(options: Mapping[str, Any]) -> None:
             raise UserError(f"trainer.{name} is {short(options[name])}, but must be true or false.")
     clip = options.get("gradient_clip_val", 1.0)
     if type(clip) not in (int, float) or not 0 <= clip < math.inf:
-        raise UserError(f"trainer.gradient_clip_val is {short(clip)}, but must be above 0, for example 1.0; null is off.")
+        raise UserError(
+            f"trainer.gradient_clip_val is {short(clip)}, but must be above 0, for example 1.0; null is off."
+        )
     if "gradient_clip_algorithm" in options and "gradient_clip_val" not in options:
         raise UserError("trainer.gradient_clip_algorithm clips nothing without trainer.gradient_clip_val=1.0 or so.")
     if options.get("limit_val_batches") == 0:
@@ -230,8 +232,8 @@ def _check_values(options: Mapping[str, Any]) -> None:
             )
     if options.get("profiler", "simple") not in ("simple", "advanced"):
         raise UserError(
-            f"trainer.profiler is {short(options['profiler'])}, but must be simple or advanced; null is off. Lightning's "
-            "pytorch profiler fails when training ends."
+            f"trainer.profiler is {short(options['profiler'])}, but must be simple or advanced; null is off. "
+            "Lightning's pytorch profiler fails when training ends."
         )
 
 
