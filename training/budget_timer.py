@@ -16,7 +16,6 @@ import time
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Timer
 
 from training.progress import RunTimer
 
@@ -76,11 +75,6 @@ class BudgetTimer(RunTimer):
         self._validation_began: float | None = None
         self._validation_ended = -math.inf
         self._told = False
-
-    @property
-    def state_key(self) -> str:
-        """Lightning's Timer's: a run may go on with another kind of bound."""
-        return Timer.__qualname__
 
     # What the end takes
 

@@ -22,6 +22,11 @@ class RunTimer(Timer):
         self.min_steps = min_steps
         self.min_epochs = min_epochs
 
+    @property
+    def state_key(self) -> str:
+        """Lightning's Timer's: a run may go on with another kind of bound."""
+        return Timer.__qualname__
+
     # Where Lightning's Timer would end the run, whatever is still to be reached.
     on_fit_start = Callback.on_fit_start
     on_train_batch_end = Callback.on_train_batch_end

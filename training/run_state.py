@@ -18,7 +18,6 @@ from system.checks import COUNT, SECONDS, Is, Number, check
 from system.errors import UserError
 from training.callbacks import Metrics
 from training.checkpointing import KeepBest
-from training.progress import RunTimer
 
 _VERSION = re.compile(r"[2-9]\d{0,3}(\.\d{1,4}){1,2}([.+]?[a-z]\w{0,30})?", re.ASCII)
 _FACTOR = Number(float, 0, 1e38)
@@ -31,7 +30,7 @@ RUN_STATE = {
     "callbacks": {
         Metrics.__qualname__: Metrics.STATE,
         KeepBest.__qualname__: KeepBest.STATE,
-        RunTimer.__qualname__: {"time_elapsed": {"train": SECONDS}},
+        "Timer": {"time_elapsed": {"train": SECONDS}},
     },
     "optimizer_states": [{"state": {int: {str: object}}, "param_groups": [{"params": [COUNT]}]}],
     "lr_schedulers": Is("an empty list", lambda v: v == []),
@@ -53,14 +52,11 @@ RUN_STATE = {
 
 def check_run_state(content: dict[str, Any], path: Path) -> None:
     """Raises UserError where an entry that a resumed run needs is missing, or is not what it should be."""
-    callbacks = content.get("callbacks")
-    if isinstance(callbacks, dict) and "Timer" in callbacks:  # as earlier versions called it
-        callbacks.setdefault(RunTimer.__qualname__, callbacks.pop("Timer"))
     try:
         check(content, RUN_STATE, "it")
         run, step = content["run"], content["global_step"]
-        if (run["budget"] is None) != (run["max_time"] is None):
-            raise ValueError("run.budget and run.max_time go together")
+        if run["budget"] is not None and run["max_time"] is None:
+            raise ValueError("run.budget needs run.max_time")
         if content["gpt"].get("step") != step:
             raise ValueError(f"gpt.step is not global_step, {step}")
     except ValueError as error:
