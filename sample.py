@@ -72,15 +72,15 @@ def refuse_contradictions(config: DictConfig, prompt: str) -> None:
 
 def write_samples(checkpoint: Checkpoint, prompt: str, config: SamplingConfig, as_json: bool, first: int = 0) -> None:
     """Streams the continuations of a prompt, or prints a JSON object for each; samples count from `first`."""
-    from sampling.text import prompt_ids, write
+    from sampling.text import generate_text, prompt_ids
 
     num_tokens, context = len(prompt_ids(checkpoint.tokenizer, prompt)), checkpoint.network.config.context_length
     if num_tokens > context:
         print_note(f"the prompt has {num_tokens} tokens; the model sees the last {context}")
     begun = None
-    for sample, piece in write(checkpoint, prompt, config, first, logprobs=as_json):
+    for sample, piece in generate_text(checkpoint, prompt, config, first, logprobs=as_json):
         if as_json:
-            if sample.finish:
+            if sample.finish_reason:
                 print(escape_json(json.dumps({"prompt": prompt} | asdict(sample), ensure_ascii=False)), flush=True)
             continue
         if sample.index != begun:
@@ -88,7 +88,7 @@ def write_samples(checkpoint: Checkpoint, prompt: str, config: SamplingConfig, a
             if config.num_samples > 1:
                 print(f"\n--- sample {begun - first + 1} ---")
             print(for_terminal(prompt), end="")
-        print(for_terminal(piece), end="\n" if sample.finish else "", flush=True)
+        print(for_terminal(piece), end="\n" if sample.finish_reason else "", flush=True)
 
 
 def converse(checkpoint: Checkpoint, config: SamplingConfig, as_json: bool) -> None:
@@ -124,9 +124,9 @@ def show_scores(checkpoint: Checkpoint, scores: Scores, as_json: bool) -> None:
 
 def coloured(checkpoint: Checkpoint, scores: Scores) -> str:
     """The scored text with a terminal's colours; a character of several tokens has the colour of its last."""
-    from data.tokenizer import StreamDecoder
+    from data.tokenizer import StreamingDetokenizer
 
-    decoder, pieces = StreamDecoder(checkpoint.tokenizer), []
+    decoder, pieces = StreamingDetokenizer(checkpoint.tokenizer), []
     for token, logprob in zip(scores.tokens, scores.logprobs, strict=True):
         colour = max(colour for colour in COLOURS if colour[0] <= -logprob / math.log(2))[1]
         pieces.append(f"\033[38;5;{colour}m{for_terminal(decoder.push(token))}")

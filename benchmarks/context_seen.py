@@ -2,9 +2,9 @@
 
     python -m benchmarks.context_seen [run directory, or .ckpt or .safetensors file]
 
-Both score the same tokens, the end of the embedded text, which no checkpoint trained on it has seen: `score` as the
-model would write them, in passes that each add half a context, and a pass of its own for every token. The last line is
-JSON.
+Both score the same tokens, the end of the embedded text, which no checkpoint trained on it has seen: `token_logprobs`
+as the model would write them, in passes that each add half a context, and a pass of its own for every token. The last
+line is JSON.
 """
 
 import json
@@ -17,7 +17,7 @@ from benchmarks.machine import machine
 from checkpoint.checkpoint import find_checkpoint, load_checkpoint
 from configs.entry_point import entry_point
 from data.tokenizer import encode
-from sampling.sampler import score
+from sampling.sampler import token_logprobs
 from system.streams import print_note
 
 CHARACTERS = 40_000
@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> None:
     print_note(checkpoint.describe())
     network, length = checkpoint.network, checkpoint.network.config.context_length
     ids = torch.from_numpy(encode(checkpoint.tokenizer, TEXT.read_text(encoding="utf-8")[-CHARACTERS:]))
-    ours = -score(network, ids)[length - 1 :].mean().item()  # those with a whole context before them
+    ours = -token_logprobs(network, ids)[length - 1 :].mean().item()  # those with a whole context before them
     windows, targets = ids[:-1].unfold(0, length, 1), ids[length:]  # (W, length) and (W,)
     parts = zip(windows.split(256), targets.split(256), strict=True)
     full = torch.cat([F.cross_entropy(network(part)[:, -1], target, reduction="none") for part, target in parts])

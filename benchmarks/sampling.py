@@ -42,7 +42,7 @@ from sampling.decoder import Decoder
 from sampling.fast_copy import packed, small_matrix
 from sampling.kv_cache import BatchedKVCache, KVCache
 from sampling.sampler import generate_batch
-from sampling.text import TextStream
+from sampling.text import CompletionStream
 from system.text import counted
 
 BABY = GPTConfig(vocab_size=65, num_layers=6, num_heads=6, d_model=384, context_length=256)
@@ -81,7 +81,7 @@ def stream(decoder: Decoder, config: SamplingConfig) -> None:
     """One sample as sample.py does it: drawn, decoded, written and flushed, a token at a time."""
     tokenizer = build_tokenizer(TokenizerConfig(kind="byte"), None, Path())
     with open(os.devnull, "w", encoding="utf-8") as out:
-        text = TextStream(tokenizer, ["\n\n\n"])
+        text = CompletionStream(tokenizer, ["\n\n\n"])
         for ids, _ in generate_batch(decoder, [0], config, range(1)):
             print(text.push(ids.tolist()[0]), end="", file=out, flush=True)
 

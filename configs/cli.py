@@ -43,6 +43,7 @@ TO_LOWER = {
     "context_cost": "lengths or tokens_per_batch",
     "attention_speed": "lengths or tokens_per_batch",
     "training_speed": "vocab_size",
+    "kernels": "vocab_size",
 }
 # Their values are taken exactly as typed: Hydra would read commas, quotes, = and ${ as its own grammar.
 PATH_KEYS = (

@@ -126,6 +126,15 @@ class TrainingSpeedSchema:
 
 
 @dataclass
+class KernelsSchema:
+    """Keys of configs/kernels.yaml."""
+
+    vocab_size: int = MISSING
+    pairs: int = MISSING
+    keep_memory: bool = MISSING
+
+
+@dataclass
 class QualitySchema:
     """Keys of configs/quality.yaml."""
 
@@ -144,6 +153,7 @@ ROOTS = {
     "context_cost": ContextCostSchema,
     "attention_speed": AttentionSpeedSchema,
     "training_speed": TrainingSpeedSchema,
+    "kernels": KernelsSchema,
     "quality": QualitySchema,
 }
 

@@ -110,7 +110,7 @@ def _segments(texts: Iterable[str]) -> Iterator[str]:
         yield rest
 
 
-class StreamDecoder:
+class StreamingDetokenizer:
     """Ids in, whole characters out: what it returns, joined, is `encoding.decode(ids, errors="replace")`."""
 
     def __init__(self, encoding: tiktoken.Encoding):

@@ -252,7 +252,7 @@ class SamplingConfig:
                 f"repetition_penalty is {self.repetition_penalty}, but must be above 0, from 1e-6 to 1e6; 1 is off, "
                 "1.2 is much."
             )
-        self.stops  # noqa: B018 -- looked at here to be refused here
+        self.stop_sequences  # noqa: B018 -- looked at here to be refused here
 
     @property
     def filters(self) -> bool:
@@ -260,7 +260,7 @@ class SamplingConfig:
         return bool(self.top_k or self.min_p or (self.top_p or 1) < 1)
 
     @property
-    def stops(self) -> list[str]:
+    def stop_sequences(self) -> list[str]:
         """The texts at which writing ends. Raises UserError for what begins like a list but is none of texts."""
         if not (self.stop or "").startswith("["):
             return [self.stop] if self.stop else []

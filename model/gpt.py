@@ -1,6 +1,6 @@
 """The network, bottom-up: norm, MLP, block, GPT. Plain PyTorch; needs torch alone.
 
-A token's way, with shapes as in model/attention.py:
+Shapes as in model/attention.py:
 
     ids (B, T) -> embeddings (B, T, C) -> [x + attention(norm(x)), x + mlp(norm(x))] x num_layers
                -> norm -> output layer -> logits (B, T, vocab_size)
@@ -85,13 +85,13 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope | None = None, cache: Any = None) -> Tensor:
         """(B, T, C) -> (B, T, C). rope: the positions' angles. cache: keys and values of earlier tokens."""
-        h = self.attention(self.attention_norm(x), causal=True, window=self.window, rope=rope, cache=cache)
-        x = x + self.dropout(h)
+        h = self.attention_norm(x)
+        x = x + self.dropout(self.attention(h, causal=True, window=self.window, rope=rope, cache=cache))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer (GPT-2, Llama, nanochat or our own tiny, by `config`)."""
+    """A decoder-only transformer: GPT-2, Llama, nanochat or our own tiny, by `config`."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -104,8 +104,7 @@ class GPT(nn.Module):
             self.position_embedding = nn.Embedding(config.context_length, config.d_model)
         else:
             cos, sin = precompute_rope(config.context_length, config.head_dim, config.rope_base)
-            # Recomputed from the config, so not part of a checkpoint.
-            self.register_buffer("rope_cos", cos, persistent=False)  # (context_length, D/2)
+            self.register_buffer("rope_cos", cos, persistent=False)  # (context_length, D/2); in no checkpoint
             self.register_buffer("rope_sin", sin, persistent=False)
         self.embedding_norm = build_norm(config) if config.embedding_norm else nn.Identity()
         self.dropout = Dropout(config.dropout)
@@ -184,8 +183,8 @@ class GPT(nn.Module):
         def write_out(attention: nn.Module, args: tuple, options: dict, output: Tensor) -> None:
             maps.append(attention.forward(*args, **options, need_weights=True)[1])
 
-        layers = [module for module in self.modules() if isinstance(module, MultiHeadAttention)]
-        hooks = [layer.register_forward_hook(write_out, with_kwargs=True) for layer in layers]
+        attentions = (module for module in self.modules() if isinstance(module, MultiHeadAttention))
+        hooks = [attention.register_forward_hook(write_out, with_kwargs=True) for attention in attentions]
         try:
             self.eval().hidden_states(ids)
         finally:

@@ -1,4 +1,4 @@
-"""Writing text, token by token, and scoring text that is there. What the model can see: sampling/decoder.py."""
+"""Sampling the next token, and the next, and scoring a given text. What the model can see: sampling/decoder.py."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from sampling.decoder import Decoder, context_shift, evaluating
 
 
 def generate(network: GPT, prompt: list[int], config: SamplingConfig, sample_index: int = 0) -> Iterator[int]:
-    """Continues a prompt, yielding each new token id as soon as it is drawn: one sample of `generate_batch`."""
+    """Continues a prompt, yielding each new token id as soon as it is sampled: one sample of `generate_batch`."""
     for ids, _ in generate_batch(Decoder(network), prompt, config, range(sample_index, sample_index + 1)):
         yield int(ids[0])
 
@@ -31,7 +31,7 @@ def generate_batch(
         samples: which samples these are, B of them.
 
     Yields:
-        max_new_tokens times, as soon as they are drawn: the next ids (B,), int64, and the logits (B, vocab_size),
+        max_new_tokens times, as soon as they are sampled: the next ids (B,), int64, and the logits (B, vocab_size),
         float32, as the model gives them, before temperature and filters.
     """
     logits = decoder.prefill(torch.tensor([prompt[-decoder.context_length :]], device=decoder.device))
@@ -40,15 +40,15 @@ def generate_batch(
     generators = [torch.Generator().manual_seed(config.seed * 1_000_003 + index) for index in samples]
     noise = torch.empty(len(samples), decoder.vocab_size)  # drawn on the CPU: every device writes the same
     rows = noise.unbind()
-    seen = None
+    context = None
     for left in reversed(range(config.max_new_tokens)):
         logits = logits.float()
         if config.temperature > 0:
             for row, generator in zip(rows, generators, strict=True):
                 row.exponential_(generator=generator)
         if config.repetition_penalty != 1:
-            seen = decoder.context
-        ids = draw(logits, config, noise, seen)  # (B,)
+            context = decoder.context
+        ids = sample_token(logits, config, noise, context)  # (B,)
         yield ids, logits
         if left:
             logits = decoder.step(ids)
@@ -59,36 +59,36 @@ def log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1)
 
 
-def draw(logits: Tensor, config: SamplingConfig, noise: Tensor, seen: Tensor | None) -> Tensor:
+def sample_token(logits: Tensor, config: SamplingConfig, noise: Tensor, context: Tensor | None) -> Tensor:
     """Token ids (B,) from logits (B, vocab_size).
 
     Args:
-        noise: (B, vocab_size), exponentially distributed: token i wins the race of noise / probability with its
-            probability. A rounding error in a probability hardly ever changes the winner.
-        seen: the tokens in view, (B, T), for repetition_penalty.
+        noise: (B, vocab_size), exponentially distributed: the largest probability / noise is token i's with its
+            probability (the Gumbel-max trick). A rounding error in a probability hardly ever changes the winner.
+        context: the tokens that the model sees, (B, T), for repetition_penalty.
     """
     if config.temperature == 0:
-        return penalized(logits, config, seen).argmax(-1)
-    return (weights(logits, config, seen) / noise.to(logits.device, non_blocking=True)).argmax(-1)
+        return apply_repetition_penalty(logits, config, context).argmax(-1)
+    return (unnormalized_probs(logits, config, context) / noise.to(logits.device, non_blocking=True)).argmax(-1)
 
 
-def probabilities(logits: Tensor, config: SamplingConfig, seen: Tensor | None = None) -> Tensor:
-    """What `draw` draws from: logits (..., vocab_size) -> probabilities (..., vocab_size), 0 for filtered tokens.
+def probabilities(logits: Tensor, config: SamplingConfig, context: Tensor | None = None) -> Tensor:
+    """What `sample_token` samples from: logits (..., vocab_size) -> the same shape, 0 for filtered tokens.
 
     In this order: repetition_penalty, temperature, top_k, top_p, min_p. The likeliest token always stays.
     """
-    kept = weights(logits, config, seen)
-    return kept / kept.sum(-1, keepdim=True)
+    probs = unnormalized_probs(logits, config, context)
+    return probs / probs.sum(-1, keepdim=True)
 
 
-def weights(logits: Tensor, config: SamplingConfig, seen: Tensor | None) -> Tensor:
-    """`probabilities` before they are made to sum to 1, which a draw can do without."""
+def unnormalized_probs(logits: Tensor, config: SamplingConfig, context: Tensor | None) -> Tensor:
+    """`probabilities` before they are made to sum to 1, which sampling can do without."""
     temperature = max(config.temperature, 1e-20)  # by a much smaller one a float32 may overflow
-    probs = (penalized(logits, config, seen) / temperature).softmax(-1)
-    return probs.masked_fill_(probs < least_kept(probs, config), 0) if config.filters else probs
+    probs = (apply_repetition_penalty(logits, config, context) / temperature).softmax(-1)
+    return probs.masked_fill_(probs < min_kept_prob(probs, config), 0) if config.filters else probs
 
 
-def least_kept(probs: Tensor, config: SamplingConfig) -> Tensor:
+def min_kept_prob(probs: Tensor, config: SamplingConfig) -> Tensor:
     """Probability of the least likely token that top_k, top_p and min_p leave: (..., vocab_size) -> (..., 1)."""
     vocab_size = probs.size(-1)
     ordered = probs.topk(min(config.top_k or vocab_size, vocab_size)).values  # (..., k), the likeliest first
@@ -102,17 +102,17 @@ def least_kept(probs: Tensor, config: SamplingConfig) -> Tensor:
     return least
 
 
-def penalized(logits: Tensor, config: SamplingConfig, seen: Tensor | None) -> Tensor:
-    """Logits (..., vocab_size) with those of the tokens in view, (..., T), made smaller (arXiv:1909.05858)."""
+def apply_repetition_penalty(logits: Tensor, config: SamplingConfig, context: Tensor | None) -> Tensor:
+    """Logits (..., vocab_size) with those of the tokens in the context, (..., T), made smaller (arXiv:1909.05858)."""
     penalty = config.repetition_penalty
-    if penalty == 1 or seen is None:
+    if penalty == 1 or context is None:
         return logits
-    found = logits.gather(-1, seen) / penalty  # (..., T)
-    return logits.scatter(-1, seen, F.leaky_relu(found, penalty**2))  # divided where positive, multiplied elsewhere
+    found = logits.gather(-1, context) / penalty  # (..., T)
+    return logits.scatter(-1, context, F.leaky_relu(found, penalty**2))  # divided where positive, multiplied elsewhere
 
 
 @torch.inference_mode()
-def score(network: GPT, ids: Tensor) -> Tensor:
+def token_logprobs(network: GPT, ids: Tensor) -> Tensor:
     """How likely a text is: the natural logarithm of each token's probability, given those in view before it.
 
     What is in view is what was in view had the network written the text: past the context, between half and all

@@ -20,8 +20,8 @@ from data.tokenizer import build_tokenizer
 from model.config import GPTConfig, SamplingConfig
 from model.gpt import GPT
 from sampling.decoder import Decoder, context_shift
-from sampling.sampler import generate, generate_batch, log_probabilities, probabilities, score
-from sampling.text import TextStream
+from sampling.sampler import generate, generate_batch, log_probabilities, probabilities, token_logprobs
+from sampling.text import CompletionStream
 from system.errors import UserError
 
 LLAMA = {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied_embeddings": False}
@@ -243,7 +243,7 @@ def test_text_scores_as_it_was_written(family):
     gpt = network(16, **FAMILIES[family])
     config = SamplingConfig(max_new_tokens=75, temperature=1.0)
     ids, logits = (torch.cat(each) for each in zip(*generate_batch(Decoder(gpt), [4], config, range(1)), strict=True))
-    assert_close(score(gpt, torch.cat([torch.tensor([4]), ids])), log_probabilities(logits, ids))
+    assert_close(token_logprobs(gpt, torch.cat([torch.tensor([4]), ids])), log_probabilities(logits, ids))
 
 
 @pytest.mark.parametrize("length", [2, 3, 16, 17, 18, 24, 25, 33, 100])
@@ -254,7 +254,7 @@ def test_score_is_the_mean_over_what_is_in_view(length):
             gpt(torch.tensor([in_view(ids[:end].tolist(), 16)]))[0, -1].log_softmax(-1)[ids[end]]
             for end in range(1, length)
         ]
-    assert_close(score(gpt, ids), torch.stack(expected))
+    assert_close(token_logprobs(gpt, ids), torch.stack(expected))
 
 
 def test_long_text_scores_within_a_hundredth_of_a_full_pass_per_token():
@@ -277,7 +277,7 @@ def test_long_text_scores_within_a_hundredth_of_a_full_pass_per_token():
         loss.backward()
         optimizer.step()
     ids = text(3000)
-    ours = -score(gpt, ids)[15:].mean()
+    ours = -token_logprobs(gpt, ids)[15:].mean()
     windows, targets = ids[:-1].unfold(0, 16, 1), ids[16:]  # each token after the 16 before it
     with torch.no_grad():
         full = F.cross_entropy(gpt(windows)[:, -1], targets)
@@ -290,7 +290,7 @@ def test_long_text_scores_within_a_hundredth_of_a_full_pass_per_token():
 
 def stream(text: str, stops: list[str]) -> tuple[list[str], bool]:
     """What comes out of a stream of one token a byte, and whether it stopped."""
-    written = TextStream(build_tokenizer(TokenizerConfig(kind="byte"), None, Path()), stops)
+    written = CompletionStream(build_tokenizer(TokenizerConfig(kind="byte"), None, Path()), stops)
     pieces = []
     for byte in text.encode():
         pieces.append(written.push(byte))
@@ -328,8 +328,8 @@ def test_stop_is_a_text_or_a_list_of_texts(stop):
         with pytest.raises(UserError, match="JSON list of texts"):
             SamplingConfig(stop=stop)
     else:
-        assert SamplingConfig(stop=stop).stops == [stop]
-    assert SamplingConfig(stop='["[", "\\n\\n"]').stops == ["[", "\n\n"]
+        assert SamplingConfig(stop=stop).stop_sequences == [stop]
+    assert SamplingConfig(stop='["[", "\\n\\n"]').stop_sequences == ["[", "\n\n"]
 
 
 @pytest.mark.parametrize(

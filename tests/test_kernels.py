@@ -1,12 +1,17 @@
 """Kernels change the speed and nothing else: one switch, and the same numbers with it off."""
 
 import dataclasses
+import importlib
+import json
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
 
+import benchmarks.kernels
+from configs.cli import compose
 from model import kernels
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -97,3 +102,26 @@ def test_asking_for_a_precision_that_is_a_kernel_is_refused_where_kernels_are_of
 def test_a_precision_by_its_former_name_is_refused_with_its_new_name(refuse, tiny):
     error = refuse("train", *tiny, "trainer.max_steps=1", "trainer.precision=bf16-products")
     assert "now called bf16-matmul" in error
+
+
+def test_the_benchmark_takes_each_kernel_away_and_gives_it_back(capsys):
+    before = [(module, name, getattr(importlib.import_module(module), name)) for module, name, _ in replaced()]
+    benchmarks.kernels.main(compose("kernels", ["pairs=1", "vocab_size=300"]))
+    rows = capsys.readouterr().out
+    assert "(family" in rows.splitlines()[0]  # the processor's generation
+    for name in benchmarks.kernels.KERNELS:
+        assert f"\n{name} " in rows
+    result = json.loads(rows.splitlines()[-1])["step_time_without"]
+    assert result["norm.py"]["default"] > 0 and result["norm.py"]["gpt2"] is None  # GPT-2 has LayerNorm
+    assert kernels.enabled()
+    assert all(getattr(importlib.import_module(module), name) is function for module, name, function in before)
+
+
+def replaced():
+    return [each for some in benchmarks.kernels.KERNELS.values() for each in some]
+
+
+def test_every_file_of_kernels_is_a_row_of_the_benchmark():
+    files = {path.name for path in Path(kernels.__file__).parent.glob("*.py")} - {"__init__.py", "linear.py"}
+    local = {"sliding_window.py", "flex_attention.py"}  # no part of either step: benchmarks.attention_speed has them
+    assert files - local == {name.split(",")[0] for name in benchmarks.kernels.KERNELS}

@@ -21,7 +21,7 @@ from model.config import GPTConfig, SamplingConfig
 from model.gpt import GPT
 from sample import pick_device
 from sampling.sampler import generate, probabilities
-from sampling.text import score_text, write
+from sampling.text import generate_text, score_text
 from system.errors import UserError
 
 
@@ -224,7 +224,7 @@ def test_json_lines_hold_text_tokens_and_log_probabilities(sample_here, tiny_run
     checkpoint = load_checkpoint(path)
     assert [line["index"] for line in lines] == [0, 1, 2]
     for line in lines:
-        assert line["prompt"] == TEXTS[script] and line["finish"] == "length" and len(line["tokens"]) == 30
+        assert line["prompt"] == TEXTS[script] and line["finish_reason"] == "length" and len(line["tokens"]) == 30
         assert line["text"] == checkpoint.tokenizer.decode(line["tokens"])
     view = checkpoint.tokenizer.encode_ordinary(TEXTS[script])[-16:]
     with torch.no_grad():
@@ -238,7 +238,7 @@ def test_stop_text_ends_a_sample_before_it(best, written):
     assert written("prompt=The king", "temperature=0", f"stop={stop}") == whole[: whole.index(stop, 8)] + "\n"
     assert written("prompt=The king", "temperature=0", f"stop={json.dumps(['never', stop])}").endswith("\n")
     sample = json.loads(written("prompt=The king", "temperature=0", f"stop={stop}", "format=jsonl"))
-    assert sample["finish"] == "stop" and len(sample["tokens"]) < 40
+    assert sample["finish_reason"] == "stop" and len(sample["tokens"]) < 40
 
 
 def test_samples_that_stop_early_leave_the_others_alone(best):
@@ -246,7 +246,7 @@ def test_samples_that_stop_early_leave_the_others_alone(best):
 
     def samples(**fields) -> list[str]:
         config = SamplingConfig(max_new_tokens=40, num_samples=70, **fields)
-        return [sample.text for sample, _ in write(checkpoint, "The", config) if sample.finish]
+        return [sample.text for sample, _ in generate_text(checkpoint, "The", config) if sample.finish_reason]
 
     free, stopped = samples(), samples(stop="king")
     assert len(free) == len(set(free)) == 70

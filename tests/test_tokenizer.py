@@ -15,7 +15,7 @@ from data.config import BYTES_OF_TEXT_A_TOKEN, DEFAULT_VOCAB_SIZES, vocab_size_f
 from data.corpus import Corpus, find_files
 from data.tokenizer import (
     SEGMENT_CHARS,
-    StreamDecoder,
+    StreamingDetokenizer,
     TokenizerConfig,
     build_tokenizer,
     encode,
@@ -234,18 +234,18 @@ def test_streamed_text_equals_the_text_decoded_at_once(encodings, kind, data):
     encoding = encodings[kind]
     known = sorted([*encoding._mergeable_ranks.values(), *encoding._special_tokens.values()])
     ids = data.draw(st.lists(st.sampled_from(known)))
-    decoder = StreamDecoder(encoding)
+    decoder = StreamingDetokenizer(encoding)
     assert "".join(map(decoder.push, ids)) + decoder.flush() == encoding.decode(ids, errors="replace")
 
 
 def test_stream_holds_a_character_back_until_it_is_whole(encodings):
-    decoder = StreamDecoder(encodings["byte"])
+    decoder = StreamingDetokenizer(encodings["byte"])
     assert [decoder.push(byte) for byte in "a€".encode()] == ["a", "", "", "€"]
     assert decoder.push(0xE2) == "" and decoder.flush() == "�"
 
 
 def test_an_id_without_bytes_is_silent(encodings):
-    assert StreamDecoder(encodings["gpt2"]).push(650) == ""
+    assert StreamingDetokenizer(encodings["gpt2"]).push(650) == ""
 
 
 # What a token is
