@@ -3,9 +3,9 @@
     python -m benchmarks.kernels [key=value ...]      the keys: configs/kernels.yaml
 
 Two steps on the CPU: the default run's, at the precision that it takes here, and one of a GPT-2 of 4 layers, 4 heads
-and width 128 in float32. One kernel is removed at a time, all others stay; the last row removes all. With and without take
-turns, step by step, in one process, each from its own copy of the network and its optimizer; a figure is the median
-over all pairs of neighboring steps. 1.00 is worth nothing. A `-` stands where the step does not use that kernel.
+and width 128 in float32. One kernel is removed at a time, all others stay; the last row removes all. With and without
+take turns, step by step, in one process, each with a network and an optimizer of its own; a figure is the median over
+all pairs of neighboring steps. 1.00 is worth nothing. A `-` stands where the step does not use that kernel.
 The last line is JSON.
 """
 

@@ -169,8 +169,7 @@ class GPT(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """The stream after the last block (..., C) -> (..., vocab_size)."""
         logits = self.lm_head(self.final_norm(x))
-        cap = self.config.logit_soft_cap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return logits if (cap := self.config.logit_soft_cap) is None else cap * torch.tanh(logits / cap)
 
     @torch.no_grad()
     def attention_maps(self, ids: Tensor) -> list[Tensor]:
