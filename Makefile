@@ -54,6 +54,7 @@ lessons: $(VENV)/.run   ## how masks work and what attention costs, in tables
 
 bench: $(VENV)/.dev   ## measure speed side by side: training, Lightning, start, drawing, products, attention, context, sampling
 	@$(BIN)/python -m benchmarks.training_speed
+	@$(BIN)/python -m benchmarks.kernels
 	@$(BIN)/python -m benchmarks.lightning_overhead
 	@$(BIN)/python -m benchmarks.startup
 	@$(BIN)/python -m benchmarks.drawing_cost
