@@ -27,13 +27,14 @@ from omegaconf import DictConfig, OmegaConf
 from configs.schema import build
 from data.config import DataConfig, TokenizerConfig
 from data.corpus import Corpus, find_files
-from model.config import GPTConfig, OptimizerConfig, SamplingConfig
+from model.config import GPTConfig, SamplingConfig
 from model.flops import least_weights
 from system.deferred_imports import slow_imports
 from system.errors import UserError
 from system.files import written_whole
 from system.memory import refuse_beyond_memory
 from system.text import counted
+from training.config import OptimizerConfig
 from training.ranks import end_with_parent, ignore_stray_variables, is_first
 from training.resume import Resumed, resumed_run
 from training.run_dir import (

@@ -25,13 +25,14 @@ from benchmarks.workload import attention_pass, training_step
 from configs.cli import refuse_other_endings
 from configs.entry_point import entry_point
 from configs.schema import build
-from model.config import GPTConfig, OptimizerConfig
+from model.config import GPTConfig
 from model.flops import IMPLEMENTATIONS, attention_flops, crossing_by_flops, kept_bytes, score_matrix_bytes, step_flops
 from model.layers import Linear
 from sample import pick_device
 from system.allocator import keep_freed_memory
 from system.errors import UserError
 from system.text import counted
+from training.config import OptimizerConfig
 
 SECONDS_A_TIMING = 0.8
 """Short workloads are repeated for so long, slow ones LEAST_RUNS times."""

@@ -10,11 +10,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs.schema import build
 from data.config import DataConfig, TokenizerConfig
-from model.config import GPTConfig, OptimizerConfig
+from model.config import GPTConfig
 from model.gpt import GPT
 from system.allocator import keep_freed_memory
 from training.callbacks import Metrics, Progress, Snapshots
 from training.checkpointing import KeepLast, StopOnSignal
+from training.config import OptimizerConfig
 from training.datamodule import TextData
 from training.lightning_module import GPTLightning
 from training.setup import trainer_in

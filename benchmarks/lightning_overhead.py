@@ -25,12 +25,12 @@ from benchmarks.machine import machine
 from configs.cli import compose
 from configs.entry_point import entry_point
 from configs.schema import build
-from model.config import OptimizerConfig
 from model.kernels.bfloat16 import matmul_precision
 from system.text import counted
 from training.checkpointing import StopOnSignal
+from training.config import OptimizerConfig
 from training.datamodule import TextData
-from training.optim import build_optimizer, lr_factor
+from training.optim import build_optimizer, warmup_stable_decay
 from training.trainer import resolve
 
 WARMUP_STEPS, ROUNDS = 20, 15
@@ -60,7 +60,7 @@ def by_hand(config: DictConfig, data: TextData, steps: int) -> float:
     for step in range(WARMUP_STEPS + steps):
         if step == WARMUP_STEPS:
             start = time.perf_counter()
-        factor = lr_factor(step / (WARMUP_STEPS + steps), schedule)
+        factor = warmup_stable_decay(step / (WARMUP_STEPS + steps), schedule)
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * factor
         batch = batches.batch(step)  # (B, T + 1)

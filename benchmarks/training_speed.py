@@ -32,7 +32,7 @@ from benchmarks.machine import machine
 from configs.cli import compose
 from configs.entry_point import entry_point
 from configs.schema import build
-from model.config import GPTConfig, OptimizerConfig
+from model.config import GPTConfig
 from model.flops import step_flops
 from model.gpt import GPT
 from model.kernels.bfloat16 import BF16_MATMUL, has_bf16_units, matmul_precision
@@ -41,6 +41,7 @@ from model.kernels.onednn import onednn_is_faster, prefer_onednn, raw_onednn_pro
 from model.layers import Linear
 from system.allocator import keep_freed_memory
 from system.text import counted
+from training.config import OptimizerConfig
 from training.optim import build_optimizer
 
 WARMUP_STEPS, STEPS, ROUNDS = 5, 15, 9

@@ -30,11 +30,11 @@ def train_default_steps() -> None:
     """What a measured process does: says "ready", waits for a line, trains, prints optimiser steps per second."""
     import torch
 
-    from model.config import OptimizerConfig
     from model.gpt import GPT
     from model.kernels.bfloat16 import matmul_precision
     from system.allocator import keep_freed_memory
     from training.budget import REFERENCE, REFERENCE_BATCH
+    from training.config import OptimizerConfig
     from training.optim import build_optimizer
     from training.trainer import best_precision
 

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from model.attention import eager_attention, sdpa_attention
-from model.config import GPTConfig, OptimizerConfig
+from model.config import GPTConfig
 from model.gpt import GPT
 from model.kernels.flex_attention import flex_sliding_window_attention
 from model.kernels.sliding_window import attention_in_blocks
 from model.layers import sliding_window_attention
+from training.config import OptimizerConfig
 from training.optim import build_optimizer
 
 # Windowed attention as the model takes it, and the two ways it can go on CUDA, whichever it would take.

@@ -14,8 +14,9 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from data.config import DataConfig, TokenizerConfig
-from model.config import GPTConfig, OptimizerConfig, SamplingConfig
+from model.config import GPTConfig, SamplingConfig
 from system.errors import UserError
+from training.config import OptimizerConfig
 from training.run_dir import new_sweep_dir
 
 T = TypeVar("T")

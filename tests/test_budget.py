@@ -21,7 +21,6 @@ from training import budget as module
 from training.budget import (
     DEFAULT_TIME,
     HEAD_DIM,
-    RATES,
     RECIPES,
     Recipe,
     measured_speed,
@@ -35,6 +34,7 @@ SMALL = Recipe(0.0, num_layers=1, d_model=64, vocab_size=1024, bigram_dropout=0.
 LARGE = Recipe(10.0, num_layers=3, d_model=192, vocab_size=4096, bigram_dropout=0.5, dropout=0.1)
 PICKED = ("model.num_layers", "model.d_model", "model.num_heads", "model.dropout", "model.bigram_dropout")
 PICKED += ("tokenizer.vocab_size",)
+RATES = ("optimizer.lr", "optimizer.embedding_lr", "optimizer.muon_lr")
 
 
 @pytest.fixture

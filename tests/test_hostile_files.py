@@ -28,13 +28,14 @@ from checkpoint.io import read_checkpoint
 from checkpoint.pickle_scan import refuse_unsafe
 from data.config import DataConfig, TokenizerConfig
 from data.tokenizer import build_tokenizer
-from model.config import GPTConfig, OptimizerConfig
+from model.config import GPTConfig
 from model.flops import least_weights
 from model.gpt import GPT
 from system.checks import short
 from system.errors import UserError
 from training.callbacks import Metrics
 from training.checkpointing import KeepBest
+from training.config import OptimizerConfig
 from training.datamodule import TextData
 from training.optim import build_optimizer
 from training.progress import RunTimer

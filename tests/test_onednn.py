@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import library
 
 import model.kernels.onednn
-import training.optim
+import training.muon
 from model.attention import eager_attention, sdpa_attention
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -14,7 +14,7 @@ from model.kernels.attention import MIN_LENGTH, short_attention
 from model.kernels.onednn import prefer_onednn
 from model.layers import Linear, linear
 from sampling.fast_copy import SMALL, SMALL_FROM_MEMORY, packed, small_matrix
-from training.optim import MuonAdamW, orthogonalise
+from training.muon import MuonAdamW, newton_schulz
 
 
 @pytest.fixture
@@ -166,8 +166,8 @@ def test_orthogonalising_keeps_float32_precision(onednn):
     torch.manual_seed(0)
     g = torch.randn(3, 96, 256)
     with prefer_onednn():
-        (ours,) = orthogonalise([g])
-    torch.testing.assert_close(ours, orthogonalise([g.double()])[0].float(), atol=1e-5, rtol=1e-4)
+        (ours,) = newton_schulz([g])
+    torch.testing.assert_close(ours, newton_schulz([g.double()])[0].float(), atol=1e-5, rtol=1e-4)
 
 
 def test_the_precision_setting_is_left_as_it_was(onednn):
@@ -185,9 +185,9 @@ def test_muon_leaves_the_precision_setting_alone_on_other_devices(onednn, monkey
 
     def watched(stacks):
         settings.append(torch.get_float32_matmul_precision())
-        return orthogonalise(stacks)
+        return newton_schulz(stacks)
 
-    monkeypatch.setattr(training.optim, "orthogonalise", watched)
+    monkeypatch.setattr(training.muon, "newton_schulz", watched)
     before = torch.get_float32_matmul_precision()
     for device in ("cpu", "meta"):
         weight = torch.ones(4, 6, device=device, requires_grad=True)

@@ -1,23 +1,31 @@
-"""AdamW is PyTorch's, Muon the published one; each is one optimiser that saves, resumes and is scheduled."""
+"""AdamW is PyTorch's, Muon the published one; each is one optimizer that saves, resumes and is scheduled."""
 
 import copy
+import dataclasses
 import io
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from configs import schema
-from configs.cli import compose
-from model.config import GPTConfig, OptimizerConfig
+from configs.cli import CONFIG_DIR, compose
+from model.config import GPTConfig
 from model.gpt import GPT
 from system.errors import UserError
-from training import optim as optimizer_module
-from training.optim import build_optimizer, lr_factor, orthogonalise
+from training import muon as optimizer_module
+from training.config import OptimizerConfig
+from training.muon import newton_schulz
+from training.optim import OPTIMIZERS, build_optimizer, warmup_stable_decay
 
+PROJECT = Path(__file__).resolve().parents[1]
 TINY = {"vocab_size": 30, "context_length": 8, "num_layers": 2, "num_heads": 2, "d_model": 16}
 NAMES = ("adamw", "muon")
 
@@ -166,11 +174,11 @@ def with_singular_values(rows: int, columns: int, values: Tensor) -> tuple[Tenso
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_orthogonalise_brings_singular_values_near_one(shape, scale):
+def test_newton_schulz_brings_singular_values_near_one(shape, scale):
     values = torch.logspace(0, -1.2, min(shape))  # from 1 down to 0.063
     assert values.min() > SMALLEST * values.norm()
     g, orthogonal = with_singular_values(*shape, values)
-    result = orthogonalise([scale * g[None]])[0][0]
+    result = newton_schulz([scale * g[None]])[0][0]
     singular = torch.linalg.svdvals(result)
     assert singular.min() > LOW
     assert singular.max() < HIGH
@@ -178,53 +186,53 @@ def test_orthogonalise_brings_singular_values_near_one(shape, scale):
     assert torch.linalg.matrix_norm(result - orthogonal, ord=2) < 1 - LOW
 
 
-def test_orthogonalise_keeps_the_documented_edges_from_the_documented_start_on():
+def test_newton_schulz_keeps_the_documented_edges_from_the_documented_start_on():
     # One small singular value beside equal ones: there it is the smallest possible share of the norm.
     share = torch.linspace(SMALLEST, 1, 2000)
     g = torch.zeros(2000, 2, 2)
     g[:, 0, 0], g[:, 1, 1] = share, (1 - share.square()).sqrt()
-    singular = orthogonalise([g])[0].diagonal(dim1=1, dim2=2)[:, 0]
+    singular = newton_schulz([g])[0].diagonal(dim1=1, dim2=2)[:, 0]
     assert singular.min() > LOW
     assert singular.max() < HIGH
     g[:, 0, 0] *= 1e-3  # below the documented start: it may end smaller, but never turned over
-    assert ((orthogonalise([g])[0][:, 0, 0] > 0) & (orthogonalise([g])[0][:, 0, 0] < HIGH)).all()
+    assert ((newton_schulz([g])[0][:, 0, 0] > 0) & (newton_schulz([g])[0][:, 0, 0] < HIGH)).all()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_orthogonalise_of_noise_stays_below_the_upper_edge(shape):
+def test_newton_schulz_of_noise_stays_below_the_upper_edge(shape):
     torch.manual_seed(0)
-    singular = torch.linalg.svdvals(orthogonalise([torch.randn(20, *shape)])[0])
+    singular = torch.linalg.svdvals(newton_schulz([torch.randn(20, *shape)])[0])
     assert singular.max() < HIGH
     if shape[0] != shape[1]:  # square noise has singular values near 0
         assert singular.min() > LOW
 
 
-def test_orthogonalise_takes_each_matrix_on_its_own_whatever_comes_with_it():
+def test_newton_schulz_takes_each_matrix_on_its_own_whatever_comes_with_it():
     torch.manual_seed(0)
     sizes = torch.logspace(-3, 3, 5)[:, None, None]
     stacks = [torch.randn(5, *shape) * sizes for shape in ((12, 7), (7, 12), (7, 7), (7, 3), (3, 20))]
-    for stack, together in zip(stacks, orthogonalise(stacks), strict=True):
-        alone = torch.cat([orthogonalise([g[None]])[0] for g in stack])
+    for stack, together in zip(stacks, newton_schulz(stacks), strict=True):
+        alone = torch.cat([newton_schulz([g[None]])[0] for g in stack])
         assert_close(together, alone, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_orthogonalise_equals_its_rounds_done_one_by_one(shape):
+def test_newton_schulz_equals_its_steps_done_one_by_one(shape):
     torch.manual_seed(0)
     g = torch.randn(*shape, dtype=torch.float64)
     x = g / (g.norm() * 1.02)
     for _ in range(3):
         gram = x @ x.T
         x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
-    assert_close(orthogonalise([g[None]])[0][0], x, atol=1e-6, rtol=1e-6)
+    assert_close(newton_schulz([g[None]])[0][0], x, atol=1e-6, rtol=1e-6)
 
 
-def test_orthogonalise_leaves_zero_zero():
-    assert (orthogonalise([torch.zeros(2, 4, 6)])[0] == 0).all()
+def test_newton_schulz_leaves_zero_zero():
+    assert (newton_schulz([torch.zeros(2, 4, 6)])[0] == 0).all()
 
 
-def test_orthogonalise_keeps_the_type():
-    assert orthogonalise([torch.randn(1, 4, 6, dtype=torch.bfloat16)])[0].dtype == torch.bfloat16
+def test_newton_schulz_keeps_the_type():
+    assert newton_schulz([torch.randn(1, 4, 6, dtype=torch.bfloat16)])[0].dtype == torch.bfloat16
 
 
 def test_muon_step_equals_a_plain_loop_over_matrices():
@@ -241,20 +249,20 @@ def test_muon_step_equals_a_plain_loop_over_matrices():
             rows, columns = p.shape
             averages[path] = 0.9 * averages[path] + 0.1 * p.grad
             update = 0.9 * averages[path] + 0.1 * p.grad
-            direction = orthogonalise([update[None]])[0][0]
+            direction = newton_schulz([update[None]])[0][0]
             decayed = weights[path] * (1 - 0.05 * 0.3)
             weights[path] = decayed - 0.05 * math.sqrt(max(1, rows / columns)) * direction
             assert_close(p.data, weights[path], atol=1e-5, rtol=1e-4, msg=path)
 
 
-def test_muon_equals_that_of_torch_where_both_orthogonalise_fully(monkeypatch):
+def test_muon_equals_that_of_torch_where_both_orthogonalize_fully(monkeypatch):
     if not hasattr(torch.optim, "Muon"):
         pytest.skip("this PyTorch has no torch.optim.Muon")
     # The two use different polynomials that stop early. With the classic one, which converges, both must
     # agree up to the bfloat16 of PyTorch's.
     classic, rounds = (1.875, -1.25, 0.375), 40
-    monkeypatch.setattr(optimizer_module, "_QUINTIC", classic)
-    monkeypatch.setattr(optimizer_module, "_ROUNDS", rounds)
+    monkeypatch.setattr(optimizer_module, "NS_COEFFICIENTS", classic)
+    monkeypatch.setattr(optimizer_module, "NS_STEPS", rounds)
     ours = network()
     theirs = copy.deepcopy(ours)
     optimizer = build_optimizer(ours, OptimizerConfig(name="muon", muon_lr=0.05, muon_momentum=0.9, weight_decay=0.3))
@@ -279,7 +287,7 @@ def test_muon_equals_that_of_torch_where_both_orthogonalise_fully(monkeypatch):
         theirs.load_state_dict(ours.state_dict())
 
 
-# One optimiser
+# One optimizer
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -329,7 +337,7 @@ def test_it_is_scheduled_and_cleared_like_any_optimizer(name):
     optimizer = build_optimizer(gpt, config)
     assert isinstance(optimizer, torch.optim.Optimizer)
     peaks = [0.04 if group["muon"] else 0.01 for group in optimizer.param_groups]
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step / 8, config))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_stable_decay(step / 8, config))
     for factor in (0, 0.5, 1, 1, 1, 0.75, 0.5, 0.25, 0):
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([factor * peak for peak in peaks])
         before = copy.deepcopy(gpt)
@@ -397,7 +405,7 @@ def test_gradient_scaler_changes_no_step_and_skips_an_infinite_one(name):
 
 def test_learning_rate_grows_stays_and_falls_to_zero():
     config = OptimizerConfig(warmup=0.1, cooldown=0.4)
-    factors = [lr_factor(step / 1000, config) for step in range(1001)]
+    factors = [warmup_stable_decay(step / 1000, config) for step in range(1001)]
     assert factors[0] == factors[1000] == 0
     assert factors[50] == pytest.approx(0.5)
     assert factors[800] == pytest.approx(0.5)
@@ -408,9 +416,9 @@ def test_learning_rate_grows_stays_and_falls_to_zero():
 
 def test_warm_up_counts_the_step_it_is_for_and_cool_down_what_is_over_so_every_step_learns():
     config = OptimizerConfig(warmup=0.2, cooldown=0.4)
-    factors = [lr_factor(step / 10, config, (step + 1) / 10) for step in range(10)]
+    factors = [warmup_stable_decay(step / 10, config, (step + 1) / 10) for step in range(10)]
     assert factors == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
-    assert lr_factor(0.0, OptimizerConfig(), 1.0) == 1.0  # the only step of its run
+    assert warmup_stable_decay(0.0, OptimizerConfig(), 1.0) == 1.0  # the only step of its run
 
 
 @pytest.mark.parametrize(
@@ -424,11 +432,11 @@ def test_warm_up_counts_the_step_it_is_for_and_cool_down_what_is_over_so_every_s
 )
 def test_warmup_and_cooldown_may_be_absent_or_fill_the_run(warmup, cooldown, expected):
     config = OptimizerConfig(warmup=warmup, cooldown=cooldown)
-    assert [lr_factor(progress, config) for progress in (0, 0.25, 0.5, 0.75, 1)] == pytest.approx(expected)
+    assert [warmup_stable_decay(progress, config) for progress in (0, 0.25, 0.5, 0.75, 1)] == pytest.approx(expected)
 
 
 def test_learning_rate_is_never_negative():
-    assert lr_factor(1.01, OptimizerConfig()) == 0  # a time limit may be overrun
+    assert warmup_stable_decay(1.01, OptimizerConfig()) == 0  # a time limit may be overrun
 
 
 # The config
@@ -439,10 +447,24 @@ def test_yaml_file_gives_the_optimizer_of_its_name(name):
     assert schema.build(OptimizerConfig, compose("train", [f"optimizer={name}"]).optimizer).name == name
 
 
+def test_each_optimizer_has_a_file_and_each_file_an_optimizer():
+    files = {yaml.safe_load(path.read_text())["name"] for path in (CONFIG_DIR / "optimizer").glob("*.yaml")}
+    assert files == set(OPTIMIZERS)
+    for optimizer in OPTIMIZERS.values():  # its rates are keys
+        assert set(optimizer.learning_rates) <= {field.name for field in dataclasses.fields(OptimizerConfig)}
+
+
+def test_name_of_an_optimizer_is_checked_without_torch():
+    code = (
+        "import sys; from training.config import OptimizerConfig; OptimizerConfig(); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"name": "sgd"}, ["name is 'sgd'", "muon, adamw"]),
+        ({"name": "nonsense"}, ["name is 'nonsense'", "adamw, muon"]),
         ({"lr": 0.0}, ["optimizer.lr is 0.0", "above 0"]),
         ({"lr": math.nan}, ["optimizer.lr is nan"]),
         ({"muon_lr": -0.1}, ["muon_lr is -0.1", "above 0"]),

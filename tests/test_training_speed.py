@@ -8,9 +8,10 @@ import torch
 from benchmarks import sampling, training_speed
 from benchmarks.training_speed import Case, hugging_face_step, our_step, products_of
 from configs.cli import compose
-from model.config import GPTConfig, OptimizerConfig
+from model.config import GPTConfig
 from model.flops import attention_flops, rest_flops
 from system.errors import UserError
+from training.config import OptimizerConfig
 
 SHAPES = {
     "gpt2": GPTConfig(vocab_size=50, context_length=300, num_layers=2, num_heads=2, d_model=32),

@@ -19,13 +19,14 @@ from configs.cli import CONFIG_DIR
 from configs.schema import build
 from data.config import TokenizerConfig, vocab_size_for
 from data.corpus import find_files
-from model.config import GPTConfig, OptimizerConfig
+from model.config import GPTConfig
 from model.flops import matrix_weights, step_flops
 from model.gpt import GPT
 from model.kernels.bfloat16 import matmul_precision
 from system.errors import UserError
 from training.budget_timer import END_S, WHOLE_SHARE
-from training.optim import build_optimizer
+from training.config import OptimizerConfig
+from training.optim import OPTIMIZERS, build_optimizer
 from training.run_dir import given_keys
 from training.trainer import bounds, parse_duration
 
@@ -44,7 +45,7 @@ class Recipe:
     bigram_dropout: float
     dropout: float = 0.0
     learning_rates: float = 1.0
-    """Times those of configs/optimizer/muon.yaml: the fewer the steps, the larger each."""
+    """Times those of the optimizer's file, if it is `scaled_by_budget`: the fewer the steps, the larger each."""
 
 
 RECIPES = (
@@ -57,7 +58,6 @@ RECIPES = (
     Recipe(50.0, num_layers=2, d_model=192, vocab_size=2048, bigram_dropout=0.5),
     Recipe(90.0, num_layers=3, d_model=192, vocab_size=2048, bigram_dropout=0.6),
 )
-RATES = ("optimizer.lr", "optimizer.embedding_lr", "optimizer.muon_lr")
 HEAD_DIM = 32
 SECONDS_A_VALIDATION = 5.0  # of training at least between two: with its pictures one takes half a second
 # The step whose speed is measured: a plainer network of the shape of most of RECIPES.
@@ -86,7 +86,7 @@ def time_allowed(config: DictConfig) -> timedelta | None:
 
 @cache  # once a process: the runs of a sweep are picked for the same speed
 def measured_speed(device: torch.device, precision: str) -> float:
-    """FLOP/s of a few training steps of a small model at this `trainer.precision`, the optimiser's time included.
+    """FLOP/s of a few training steps of a small model at this `trainer.precision`, the optimizer's time included.
 
     On a GPU it is understated, since the step is in float32 and not compiled; the smaller recipe is then picked.
     """
@@ -142,8 +142,11 @@ def with_recipe(config: DictConfig, budget: timedelta, spent: float, flops_per_s
         text_bytes = sum(file.stat().st_size for file in find_files(config.data.corpus))
         default = vocab_size_for(int((1 - config.data.val_fraction) * text_bytes))
         picked["tokenizer.vocab_size"] = min(recipe.vocab_size, 2 * default)  # the default suits runs of a minute
-    if config.optimizer.name == "muon" and recipe.learning_rates != 1:
-        picked |= {key: float(f"{recipe.learning_rates * default_of(key):.6g}") for key in RATES}
+    optimizer = OPTIMIZERS[config.optimizer.name]
+    rates = [f"optimizer.{key}" for key in optimizer.learning_rates if optimizer.scaled_by_budget]
+    if recipe.learning_rates != 1:
+        defaults = {key: default_of(config, key) for key in rates}
+        picked |= {key: float(f"{recipe.learning_rates * rate:.6g}") for key, rate in defaults.items() if rate}
     if seconds < SECONDS_A_VALIDATION * config.validations:
         picked["validations"] = max(1, int(seconds / SECONDS_A_VALIDATION))
     picked = {key: value for key, value in picked.items() if not is_given(config, key)}
@@ -152,7 +155,7 @@ def with_recipe(config: DictConfig, budget: timedelta, spent: float, flops_per_s
             picked.pop(key, None)
     shape = with_values(config, picked).model
     if (shape.num_layers, shape.d_model) != (recipe.num_layers, recipe.d_model):
-        for key in RATES:  # measured at the row's shape
+        for key in rates:  # measured at the row's shape
             picked.pop(key, None)
     return with_values(config, picked), (
         f"budget: about {seconds:.0f} s to train at {flops_per_second / 1e9:.0f} GFLOP/s, measured; picked "
@@ -162,14 +165,15 @@ def with_recipe(config: DictConfig, budget: timedelta, spent: float, flops_per_s
 
 def is_given(config: DictConfig, key: str) -> bool:
     """Whether the command line gives the key, or a file that it chooses gives another value than the default."""
-    return key in given_keys() or OmegaConf.select(config, key) != default_of(key)
+    return key in given_keys() or OmegaConf.select(config, key) != default_of(config, key)
 
 
-def default_of(key: str) -> Any:
+def default_of(config: DictConfig, key: str) -> Any:
     """What a key that can be picked is where nothing gives it."""
     group, _, name = key.rpartition(".")
     if group in ("", "optimizer"):
-        values = OmegaConf.load(CONFIG_DIR / {"": "train.yaml", "optimizer": "optimizer/muon.yaml"}[group])
+        files = {"": "train.yaml", "optimizer": f"optimizer/{config.optimizer.name}.yaml"}
+        values = OmegaConf.load(CONFIG_DIR / files[group])
         return values[name] if name in values else getattr(OptimizerConfig, name)
     return getattr({"model": GPTConfig, "tokenizer": TokenizerConfig}[group], name)
 

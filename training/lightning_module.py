@@ -1,4 +1,4 @@
-"""What Lightning needs to know to train a GPT: the loss, the validation, the optimiser and its schedule."""
+"""What Lightning needs to know to train a GPT: the loss, the validation, the optimizer and its schedule."""
 
 import inspect
 import math
@@ -14,10 +14,10 @@ from torch import Tensor
 from checkpoint.checkpoint import gpt_entry
 from data.batches import IGNORE
 from data.tokenizer import token_bytes
-from model.config import OptimizerConfig
 from model.gpt import GPT
 from system.errors import UserError
-from training.optim import build_optimizer, lr_factor
+from training.config import OptimizerConfig
+from training.optim import OPTIMIZERS, build_optimizer, warmup_stable_decay
 from training.progress import run_progress
 
 
@@ -57,7 +57,7 @@ class GPTLightning(pl.LightningModule):
 
     def _set_learning_rates(self) -> None:
         """Not by a scheduler: that asks for each group anew, in further hooks of Lightning's, at every step."""
-        factor = lr_factor(self._progress, self.optimizer_config, run_progress(self.trainer, steps_ahead=1))
+        factor = warmup_stable_decay(self._progress, self.optimizer_config, run_progress(self.trainer, steps_ahead=1))
         for group, peak in zip(self.trainer.optimizers[0].param_groups, self.peak_lrs, strict=True):
             group["lr"] = peak * factor
 
@@ -93,7 +93,7 @@ class GPTLightning(pl.LightningModule):
         if not math.isfinite(loss):
             if loss.device.type == "cpu":  # elsewhere the step with this loss has spoilt the weights meanwhile
                 refuse_non_finite_weights(self)
-            raise diverged("loss", loss.item(), step)
+            raise diverged("loss", loss.item(), step, self.optimizer_config)
 
     def on_train_batch_end(self, *args) -> None:
         """Sees how far the run is, for the next batch's learning rates, and whether it is over."""
@@ -134,7 +134,7 @@ class GPTLightning(pl.LightningModule):
         if self.trainer.state.fn == "fit":
             if not math.isfinite(nats):
                 refuse_non_finite_weights(self)  # the last step spoilt them: before they go into a checkpoint
-                raise diverged("validation loss", nats / tokens, self.global_step)
+                raise diverged("validation loss", nats / tokens, self.global_step, self.optimizer_config)
             values = {
                 "val/loss": self.validation["nats_per_token"],
                 "val/bits_per_byte": self.validation["bits_per_byte"],
@@ -142,17 +142,17 @@ class GPTLightning(pl.LightningModule):
             for logger in self.trainer.loggers:  # self.log would write one step too early
                 logger.log_metrics(values, self.global_step)
 
-    # Optimiser
+    # Optimizer
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """One optimiser, at its peak learning rates."""
+        """One optimizer, at its peak learning rates."""
         optimizer = build_optimizer(self.network, self.optimizer_config)
         self.peak_lrs = [group["lr"] for group in optimizer.param_groups]
         self._settings = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
         return optimizer
 
     def on_train_start(self) -> None:
-        """For a resumed run, which got its state back: the optimiser's settings are the config's; it may be over."""
+        """For a resumed run, which got its state back: the optimizer's settings are the config's; it may be over."""
         for group, settings in zip(self.optimizers().param_groups, self._settings, strict=True):
             group.update(settings)
         self._follow_progress()
@@ -181,11 +181,12 @@ class GPTLightning(pl.LightningModule):
 GPTLightning.training_step.__signature__ = inspect.signature(GPTLightning.training_step)
 
 
-def diverged(what: str, value: float | str, step: int | str) -> UserError:
+def diverged(what: str, value: float | str, step: int | str, config: OptimizerConfig) -> UserError:
     """The error that stops a run where something is no number."""
+    rates = [f"optimizer.{key}" for key in OPTIMIZERS[config.name].learning_rates if getattr(config, key) is not None]
     return UserError(
         f"The {what} is {value} at step {step}, so training stopped; checkpoints written before are good. "
-        "Lower optimizer.lr, optimizer.embedding_lr and optimizer.muon_lr, set trainer.gradient_clip_val=1.0, or use "
+        f"Lower the learning rate ({', '.join(rates)}), set trainer.gradient_clip_val=1.0, or use "
         "trainer.precision=32-true."
     )
 
@@ -200,4 +201,4 @@ def refuse_non_finite_weights(module: GPTLightning) -> None:
     if spoilt:
         exact = [name for name in spoilt if not name.endswith("embedding.weight")]
         step = f"{module.global_step - 1}" + ("" if exact else " or before")
-        raise diverged(f"gradient of {(exact or spoilt)[0]}", "no finite number", step)
+        raise diverged(f"gradient of {(exact or spoilt)[0]}", "no finite number", step, module.optimizer_config)

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs.schema import build
 from data.config import DataConfig, TokenizerConfig
-from model.config import GPTConfig, OptimizerConfig
+from model.config import GPTConfig
 from model.gpt import GPT
 from model.kernels.bfloat16 import BF16_MATMUL
 from system.errors import UserError
@@ -23,6 +23,7 @@ from training.budget_timer import BudgetTimer
 from training.callbacks import Metrics, ProfilerReport, Progress, RunLogger, Snapshots
 from training.checkpointing import CheckpointFiles, KeepBest, KeepLast, StopOnSignal
 from training.compile import compile_if_wanted
+from training.config import OptimizerConfig
 from training.datamodule import TextData
 from training.initial_state import OldWeights, with_network_of
 from training.lightning_module import GPTLightning
