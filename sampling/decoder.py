@@ -31,7 +31,7 @@ from sampling.fast_copy import inference_copy
 from sampling.kv_cache import DynamicCache, make_kv_cache
 
 logger = logging.getLogger(__name__)
-CHECKED_TOKENS = 16  # over which a backend is compared with the network; more where a window is longer
+CHECKED_TOKENS = 4  # over which a backend is compared with the network; more where a window is longer
 
 
 def context_shift(context_length: int) -> int:
