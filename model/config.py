@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import dataclass, fields
 
+from model.activations import ACTIVATIONS
 from system.checks import check_fields, short
 from system.errors import UserError
 
@@ -48,7 +49,7 @@ class GPTConfig:
     norm_eps: float = 1e-5
     """Added to the variance in every norm."""
     mlp: str = "gelu"
-    """Non-linearity of the MLP: "gelu" (GPT-2's tanh form), "swiglu" or "relu2" (squared ReLU)."""
+    """Activation of the MLP, one of model/activations.py: "gelu" (GPT-2's tanh form), "swiglu", "relu2" ..."""
     bias: bool = True
     """Whether linear layers (and LayerNorm) have biases."""
     qk_norm: bool = False
@@ -83,8 +84,8 @@ class GPTConfig:
         """mlp_hidden, decided."""
         if self.mlp_hidden is not None:
             return self.mlp_hidden
-        # SwiGLU has three matrices where the others have two; multiples of 32 suit vector units.
-        return 4 * self.d_model if self.mlp != "swiglu" else -(-8 * self.d_model // 3 // 32) * 32
+        # A gate makes three matrices of two; multiples of 32 suit vector units.
+        return 4 * self.d_model if ACTIVATIONS[self.mlp].inputs == 1 else -(-8 * self.d_model // 3 // 32) * 32
 
     @property
     def drops(self) -> bool:
@@ -133,7 +134,7 @@ class GPTConfig:
 _CHOICES = {
     "positions": ("learned", "rope"),
     "norm": ("layernorm", "rmsnorm"),
-    "mlp": ("gelu", "swiglu", "relu2"),
+    "mlp": ACTIVATIONS,
     "init": ("gpt2", "nanochat"),
 }
 

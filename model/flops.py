@@ -10,6 +10,7 @@ matrices; Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, appendix B) for the att
 T x T pairs; here only written-out attention does, because it computes them all and then throws the masked ones away.
 """
 
+from model.activations import ACTIVATIONS
 from model.config import GPTConfig
 
 IMPLEMENTATIONS = ("written_out", "fused", "windowed")
@@ -56,7 +57,7 @@ def matrix_weights(config: GPTConfig) -> int:
     """Kaplan's N: the weights of all matrices that every token is multiplied by, output layer included."""
     C, D = config.d_model, config.head_dim
     in_proj = C * (config.num_heads + 2 * config.kv_heads) * D
-    mlp = (3 if config.mlp == "swiglu" else 2) * C * config.mlp_width
+    mlp = (ACTIVATIONS[config.mlp].inputs + 1) * C * config.mlp_width
     return config.num_layers * (in_proj + C * C + mlp) + config.vocab_size * C
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.activations import ACTIVATIONS
 from model.attention import MultiHeadAttention
 from model.config import GPTConfig
 from model.layers import (
@@ -22,9 +23,7 @@ from model.layers import (
     RMSNorm,
     Rope,
     cross_entropy,
-    gelu,
     precompute_rope,
-    squared_relu,
 )
 
 
@@ -40,21 +39,14 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.kind = config.mlp
-        gates = 2 if config.mlp == "swiglu" else 1  # SwiGLU's gate and value come from one matrix: [gate | value]
-        self.up = Linear(config.d_model, gates * config.mlp_width, bias=config.bias)
+        activation = ACTIVATIONS[config.mlp]
+        self.activation = activation.build()
+        self.up = Linear(config.d_model, activation.inputs * config.mlp_width, bias=config.bias)
         self.down = Linear(config.mlp_width, config.d_model, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x)  # (B, T, mlp_width), twice as wide for swiglu
-        if self.kind == "gelu":
-            h = gelu(h)
-        elif self.kind == "relu2":
-            h = squared_relu(h)
-        else:  # SwiGLU, arXiv:2002.05202
-            gate, value = h.chunk(2, dim=-1)  # (B, T, mlp_width) each
-            h = F.silu(gate) * value
-        return self.down(h)
+        h = self.up(x)  # (B, T, mlp_width), twice as wide for a gated activation: [gate | value]
+        return self.down(self.activation(h))
 
 
 class Block(nn.Module):

@@ -95,6 +95,12 @@ def squared_relu(x: Tensor) -> Tensor:
     return fast_squared_relu(x) if enabled(x) else F.relu(x).square()
 
 
+def swiglu(x: Tensor) -> Tensor:
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202): silu(gate) * value, for x = [gate | value]: (..., 2I) -> (..., I)."""
+    gate, value = x.chunk(2, dim=-1)
+    return F.silu(gate) * value
+
+
 def precompute_rope(context_length: int, head_dim: int, base: float) -> Rope:
     """Cosines and sines of the angles of rotary positions (Su et al. 2021, arXiv:2104.09864): (context_length, D/2)."""
     frequencies = base ** -(torch.arange(0, head_dim, 2) / head_dim)  # (D/2,)
