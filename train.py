@@ -35,6 +35,7 @@ from system.files import written_whole
 from system.memory import refuse_beyond_memory
 from system.text import counted
 from training.config import OptimizerConfig
+from training.final_metrics import compute_final_metrics
 from training.ranks import end_with_parent, ignore_stray_variables, is_first
 from training.resume import Resumed, resumed_run
 from training.run_dir import (
@@ -205,13 +206,12 @@ def summarise(run: Run, trainer: Trainer, run_dir: Path) -> None:
     if not trainer.is_global_zero:
         return
 
-    best, metrics = load_checkpoint(run_dir / "checkpoints" / "best.ckpt"), run.metrics
+    best = load_checkpoint(run_dir / "checkpoints" / "best.ckpt")
     start = best.tokenizer.encode_ordinary("\n")
     text = best.tokenizer.decode(list(generate(best.network, start, SamplingConfig(max_new_tokens=150))))
-    losses = (best.validation["nats_per_token"], best.validation["bits_per_byte"])
-    speed = (metrics.step_ms, metrics.tokens_per_second)
-    trainer.logger.log_final((*losses, *speed), trainer.global_step, best.network.config.context_length)
-    summary = figures(run, trainer, best, run_dir)
+    final = compute_final_metrics(best, run.metrics)
+    trainer.logger.log_final(final, trainer.global_step, best.network.config.context_length)
+    summary = {**final, **figures(run, trainer, best, run_dir)}
     with written_whole(run_dir / "summary.json", run_dir / "summary.tmp") as file:  # then the run is finished
         file.write((json.dumps(summary, indent=2) + "\n").encode())
     (run_dir / "checkpoints" / "previous.ckpt").unlink(missing_ok=True)
@@ -219,19 +219,13 @@ def summarise(run: Run, trainer: Trainer, run_dir: Path) -> None:
 
 
 def figures(run: Run, trainer: Trainer, best: Checkpoint, run_dir: Path) -> dict[str, Any]:
-    """What a run came to, for summary.json: its loss, its time, its speed, its size."""
-    metrics = run.metrics
+    """What summary.json has beside the final metrics: how long the run was, and of what size."""
     return {
-        "val_nats_per_token": best.validation["nats_per_token"],
-        "val_bits_per_byte": best.validation["bits_per_byte"],
         "val_tokens": int(best.validation.get("tokens", 0)),
         "val_tokens_in_split": len(run.data.val_tokens) - 1,
         "seconds": round(time.monotonic() - run.began, 2),
         "steps": trainer.global_step,
-        "tokens": metrics.tokens,
-        "tokens_per_second": round(metrics.tokens_per_second, 1),
-        "step_ms": round(metrics.step_ms, 3),
-        "peak_memory_mb": round(metrics.peak_memory_mb, 1),
+        "tokens": run.metrics.tokens,
         "context_length": best.network.config.context_length,
         "parameters": best.network.num_parameters(),
         "checkpoint": str(best.path.relative_to(run_dir)),

@@ -133,7 +133,7 @@ def test_extended_run_is_the_longer_one_bit_for_bit(train_here, events, bound, i
         assert found[name] == expected[name], name
     steps = {step for step, _ in found["val/loss"]}
     assert steps >= {step for step, _ in expected["val/loss"]}  # and where the short run ended
-    assert [event.step for event in events(extended.path).Scalars("final/val_loss")] == [max(steps)]
+    assert [event.step for event in events(extended.path).Scalars("final/val_nats_per_token")] == [max(steps)]
     assert extended.summary["steps"] == whole.summary["steps"] and extended.summary["tokens"] == whole.summary["tokens"]
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-CURVES = ("step_ms", "tokens_per_second", "peak_memory_mb", "val_nats_per_token", "val_bits_per_byte")
+from training.final_metrics import FINAL_METRICS
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_sweep_over_context_lengths_is_one_directory_with_a_curve_by_context_len
         assert summary["seconds"] < sweep.seconds
         summaries[summary["context_length"]] = summary
     log = events(sweep.path / "by_context_length")
-    for name in CURVES:
+    for name in FINAL_METRICS:
         points = log.Scalars(f"by_context_length/{name}")
         assert [point.step for point in points] == [8, 16]
         assert [point.value for point in points] == pytest.approx([summaries[8][name], summaries[16][name]], rel=1e-5)

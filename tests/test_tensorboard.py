@@ -18,6 +18,7 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from torch.utils.tensorboard import SummaryWriter
 
+from training.final_metrics import FINAL_METRICS
 from training.tensorboard import rewind_events
 
 VALIDATIONS = [8, 16, 24, 32, 40]
@@ -38,8 +39,8 @@ def test_every_curve_is_there_at_its_steps(log):
     heads = ("entropy_min", "distance_max", "previous_max", "first_max", "induction_max")
     for tag in ("val/loss", "val/bits_per_byte", *(f"heads/{name}" for name in heads)):
         assert steps.pop(tag) == VALIDATIONS, tag
-    for tag in ("final/val_loss", "final/val_bits_per_byte", "final/step_ms", "final/tokens_per_second"):
-        assert steps.pop(tag) == [40], tag
+    for name in FINAL_METRICS:
+        assert steps.pop(f"final/{name}") == [40], name
     assert steps.pop("by_context_length/step_ms") == [16]  # x is the context length
     assert steps == {}
 
@@ -63,13 +64,8 @@ def test_steps_of_every_tag_grow(log):
 
 def test_final_figures_are_those_of_the_summary(log, tiny_run):
     summary = tiny_run.summary
-    for tag, key in (
-        ("final/val_loss", "val_nats_per_token"),
-        ("final/val_bits_per_byte", "val_bits_per_byte"),
-        ("final/step_ms", "step_ms"),
-        ("final/tokens_per_second", "tokens_per_second"),
-    ):
-        assert log.Scalars(tag)[-1].value == pytest.approx(summary[key], rel=1e-3), tag
+    for name in FINAL_METRICS:
+        assert log.Scalars(f"final/{name}")[-1].value == pytest.approx(summary[name], rel=1e-3), name
     assert log.Scalars("train/tokens")[-1].value == summary["tokens"]
     assert min(event.value for event in log.Scalars("val/loss")) == pytest.approx(summary["val_nats_per_token"])
 
@@ -172,7 +168,7 @@ def test_server_shows_scalars_pictures_text_and_hyperparameters(tiny_run, board)
     (group,) = rows_of_table(ask)
     assert group["hparams"]["model.num_heads"] == 2 and group["hparams"]["model.positions"] == "rope"
     shown = {value["name"]["tag"]: value["value"] for value in group["metricValues"]}
-    assert shown["final/val_loss"] == pytest.approx(tiny_run.summary["val_nats_per_token"])
+    assert shown == {f"final/{name}": pytest.approx(tiny_run.summary[name]) for name in FINAL_METRICS}
 
 
 # A run that is resumed
@@ -209,7 +205,7 @@ def log_steps(directory, steps, value, final=None):
         for step in steps:
             writer.add_scalar("train/loss", value, step)
         if final is not None:
-            writer.add_scalar("final/val_loss", value, final)
+            writer.add_scalar("final/val_nats_per_token", value, final)
             writer.add_scalar("by_context_length/step_ms", value, 4)
 
 
@@ -227,7 +223,7 @@ def test_tensorboard_that_stays_open_follows_a_run_that_is_resumed_again_and_aga
         expected += [(step, value) for step in range(begin + 1, end + 1)]
         seen = curves(reader)
         assert seen["train/loss"] == expected
-        assert seen["final/val_loss"] == [(end, value)] and seen["by_context_length/step_ms"] == [(4, value)]
+        assert seen["final/val_nats_per_token"] == [(end, value)] and seen["by_context_length/step_ms"] == [(4, value)]
         assert seen == curves(open_reader(tmp_path, kind))  # as one that is opened now
     assert len(list(tmp_path.iterdir())) == 3  # the file that was open, empty; what was kept; what came
 

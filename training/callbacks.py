@@ -27,6 +27,7 @@ from system.checks import COUNT, SECONDS, Is, Number
 from system.memory import memory_mb, peak_memory_mb, reset_peak_memory
 from system.running_clock import running_seconds, watch_stops
 from training.budget_timer import budget_timer
+from training.final_metrics import FINAL_METRICS
 from training.progress import run_progress
 
 say = logging.getLogger(__name__).info
@@ -35,20 +36,17 @@ say = logging.getLogger(__name__).info
 class RunLogger(TensorBoardLogger):
     """TensorBoard events of one run, in one file, straight in its directory."""
 
-    FINAL = ("final/val_loss", "final/val_bits_per_byte", "final/step_ms", "final/tokens_per_second")
-
     def __init__(self, run_dir: Path):
         super().__init__(str(run_dir), name="", version="", default_hp_metric=False)
 
-    def log_final(self, values: tuple[float, ...], step: int, context_length: int) -> None:
-        """Writes the run's final metrics, in the order of FINAL.
+    def log_final(self, metrics: dict[str, float], step: int, context_length: int) -> None:
+        """Writes the run's final metrics.
 
         The step time also goes to a tag whose x axis is the context length, so that runs of several lengths
         draw one curve.
         """
-        final = dict(zip(self.FINAL, values, strict=True))
-        self.log_metrics(final, step)
-        self.log_metrics({"by_context_length/step_ms": final["final/step_ms"]}, context_length)
+        self.log_metrics({f"final/{name}": value for name, value in metrics.items()}, step)
+        self.log_metrics({"by_context_length/step_ms": metrics["step_ms"]}, context_length)
         self.save()
 
     def save(self) -> None:
@@ -121,7 +119,8 @@ class Metrics(Callback):
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Writes the run's row of TensorBoard's table of hyperparameters; its metrics are the final/ scalars."""
         for logger in trainer.loggers if trainer.is_global_zero else ():  # other ranks have no file
-            metrics = dict.fromkeys(RunLogger.FINAL, 0.0)  # names only: the values are the scalars of these tags
+            # Names only: the values are the scalars of these tags.
+            metrics = {f"final/{name}": 0.0 for name in FINAL_METRICS}
             # TensorBoard takes the columns of all runs from any one of them: those without a value are named too.
             columns = {name: 0.0 if value is None else value for name, value in self.hyperparameters.items()}
             experiment, _, end = hparams(columns, metrics)

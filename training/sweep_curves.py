@@ -7,9 +7,8 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
+from training.final_metrics import FINAL_METRICS
 from training.run_dir import tensorboard_command
-
-CURVES = ("step_ms", "tokens_per_second", "peak_memory_mb", "val_nats_per_token", "val_bits_per_byte")
 
 
 class SweepCurves(Callback):
@@ -26,18 +25,19 @@ class SweepCurves(Callback):
 
         with SummaryWriter(str(sweep_dir / "by_context_length")) as writer:
             for length, summary in sorted(by_length.items()):
-                for name in CURVES:
+                for name in FINAL_METRICS:
                     writer.add_scalar(f"by_context_length/{name}", summary[name], length)
         print(table(by_length))
         print(f"\nas curves, in TensorBoard's run by_context_length:    {tensorboard_command(sweep_dir)}")
 
 
 def table(by_length: dict[int, dict[str, Any]]) -> str:
-    """A line a context length."""
-    lines = ["", f"{'context':>7} {'step, ms':>9} {'tokens/s':>9} {'peak, MB':>9} {'bits per byte':>14} {'steps':>7}"]
+    """A line a context length, with the final metrics that have a heading."""
+    columns = {name: metric for name, metric in FINAL_METRICS.items() if metric.heading}
+    widths = {name: max(9, len(metric.heading) + 1) for name, metric in columns.items()}
+    headings = " ".join(f"{metric.heading:>{widths[name]}}" for name, metric in columns.items())
+    lines = ["", f"{'context':>7} {headings} {'steps':>7}"]
     for length, run in sorted(by_length.items()):
-        lines.append(
-            f"{length:>7,} {run['step_ms']:>9,.1f} {run['tokens_per_second']:>9,.0f} {run['peak_memory_mb']:>9,.0f} "
-            f"{run['val_bits_per_byte']:>14.3f} {run['steps']:>7,}"
-        )
+        values = " ".join(f"{run[name]:>{widths[name]},.{metric.digits}f}" for name, metric in columns.items())
+        lines.append(f"{length:>7,} {values} {run['steps']:>7,}")
     return "\n".join(lines)
