@@ -13,7 +13,6 @@ import logging
 import math
 import platform
 import shlex
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from system.deferred_imports import slow_imports
 from system.errors import UserError
 from system.files import written_whole
 from system.memory import refuse_beyond_memory
+from system.running_clock import running_seconds
 from system.text import counted
 from training.config import OptimizerConfig
 from training.final_metrics import compute_final_metrics
@@ -223,7 +223,7 @@ def figures(run: Run, trainer: Trainer, best: Checkpoint, run_dir: Path) -> dict
     return {
         "val_tokens": int(best.validation.get("tokens", 0)),
         "val_tokens_in_split": len(run.data.val_tokens) - 1,
-        "seconds": round(time.monotonic() - run.began, 2),
+        "seconds": round(running_seconds() - run.began, 2),
         "steps": trainer.global_step,
         "tokens": run.metrics.tokens,
         "context_length": best.network.config.context_length,

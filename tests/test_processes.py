@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -14,7 +15,8 @@ from lightning.pytorch import Trainer
 
 from checkpoint.checkpoint import load_checkpoint
 from system.errors import UserError
-from training.processes import check_processes, launched_devices
+from training.checkpointing import StopOnSignal
+from training.processes import Watch, check_processes, launched_devices
 
 TWO = ("trainer.devices=2", "trainer.accelerator=cpu")
 ENDLESS = ("trainer.max_steps=100000", "trainer.val_check_interval=10")
@@ -93,6 +95,25 @@ def test_killed_process_is_named_and_ends_the_others(run_of_two):
 @needs_posix
 def test_others_end_where_the_first_process_is_killed(run_of_two):
     assert run_of_two(b"step 10:", lambda first, other: first.kill(), *ENDLESS)[::2] == (-9, "")
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGCONT"), reason="no process can be stopped here")
+@pytest.mark.parametrize(("number", "ends"), [("SIGCONT", False), ("SIGTERM", True)])
+def test_process_that_is_stopped_and_continued_again_and_again_goes_on(monkeypatch, number, ends):
+    ended, stop_on_signal = [], StopOnSignal()
+    stop_on_signal.training = True
+    for name, value in {"SECONDS_BETWEEN_LOOKS": 0.01, "SECONDS_TO_ANSWER": -1.0}.items():
+        monkeypatch.setattr(Watch, name, value)
+    monkeypatch.setattr(Watch, "_end_all", lambda self, reason: ended.append(reason))
+    before = signal.signal(getattr(signal, number), lambda *args: None)
+    try:
+        with Watch(SimpleNamespace(failed=lambda: None), stop_on_signal, "", None):
+            for _ in range(3):
+                signal.raise_signal(getattr(signal, number))
+                time.sleep(0.2)
+    finally:
+        signal.signal(getattr(signal, number), before)
+    assert bool(ended) == ends
 
 
 def test_torchrun_is_one_run_with_one_result(tiny, clean_environment, tmp_path):

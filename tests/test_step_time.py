@@ -125,6 +125,24 @@ def test_time_in_which_the_process_was_stopped_is_no_steps_time(step_ms, jump, m
     assert max(step_ms(GPTLightning, "training_step", when=lambda module: False)) < JUMP_MS / 100
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGCONT"), reason="no process can be stopped here")
+@pytest.mark.parametrize("bound", ["trainer.max_time=5s", "budget=15s"])
+def test_time_in_which_the_process_was_stopped_counts_in_no_bound(train_here, clock, monkeypatch, bound):
+    whole = train_here(bound).summary
+    step = GPTLightning.training_step
+
+    def stopped(self, *args, **kwargs):
+        if self.trainer.global_step == 7:
+            clock.now += 1000
+            signal.raise_signal(signal.SIGCONT)  # as Ctrl-Z and fg
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(GPTLightning, "training_step", stopped)
+    summary = train_here(bound).summary
+    assert summary["steps"] == pytest.approx(whole["steps"], abs=2) and whole["steps"] > 10
+    assert summary["seconds"] == pytest.approx(whole["seconds"], abs=1)
+
+
 STOPPED = """
 import os, signal, sys
 from system.running_clock import running_seconds, watch_stops

@@ -12,11 +12,11 @@ Where that would leave too little for training, and where it turns out wrong, th
 import logging
 import math
 import statistics
-import time
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
+from system.running_clock import running_seconds
 from training.progress import RunTimer
 
 say = logging.getLogger(__name__).info
@@ -39,7 +39,7 @@ class BudgetTimer(RunTimer):
         val_tokens: of the whole split.
         min_steps, min_epochs: of RunTimer.
         max_time: seconds of training over the run's whole life, as far as is known before it.
-        deadline: a reading of time.monotonic() at which the process should be over. None: it follows from `max_time`.
+        deadline: a reading of running_seconds() at which the process should be over. None: it follows from `max_time`.
         whole_seconds: what validating the whole split takes, as far as is known before training.
         load: how many times longer than on an idle machine the start took.
     """
@@ -67,7 +67,7 @@ class BudgetTimer(RunTimer):
         self._expected = {"whole": whole_seconds, "validation": (END_S - EXIT_S) * load, "exit": EXIT_S * load}
         self._measured: dict[str, list[float]] = {name: [] for name in self._expected}
         self._step_seconds_at_first = math.inf  # as soon as it is known
-        available = budget if deadline is None else deadline - time.monotonic()
+        available = budget if deadline is None else deadline - running_seconds()
         self._most = {"whole": WHOLE_SHARE * max(0.0, available), "exit": 0.1 * budget}  # seconds
         self._batches = 0
         self._recent_batches = self._recent_seconds = 0.0  # the older, the less they count
@@ -95,18 +95,18 @@ class BudgetTimer(RunTimer):
 
     def _left(self) -> float:
         """Seconds until training should end; below 0 if it should have."""
-        return self.deadline - sum(map(self._seconds_of, self._expected)) - time.monotonic()
+        return self.deadline - sum(map(self._seconds_of, self._expected)) - running_seconds()
 
     def late(self) -> bool:
         """Whether the process should be about to end by now: there is no time for pictures."""
-        return self.deadline is not None and time.monotonic() > self.deadline - self._seconds_of("exit")
+        return self.deadline is not None and running_seconds() > self.deadline - self._seconds_of("exit")
 
     def out_of_time(self, tokens: int = 0) -> bool:
         """Whether a validation has to be cut to keep the budget; or would have to be, one of so many tokens."""
         if self.deadline is None:
             return False
         latest = self.deadline - self._seconds_of("exit") + GRACE * self.budget
-        return time.monotonic() + tokens * self._cost("whole") / self.val_tokens > latest
+        return running_seconds() + tokens * self._cost("whole") / self.val_tokens > latest
 
     # Training
 
@@ -120,7 +120,7 @@ class BudgetTimer(RunTimer):
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Begins, or goes on at the share of the run that its time is of all."""
         super().on_train_start(trainer, module)
-        self._batch_ended, before = time.monotonic(), self._offset
+        self._batch_ended, before = running_seconds(), self._offset
         if self.deadline is None:
             left = max(0.0, self.max_time - before)
             self.deadline = self._batch_ended + left + sum(map(self._seconds_of, self._expected))
@@ -129,7 +129,7 @@ class BudgetTimer(RunTimer):
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
         """Takes the batch's time, and that of a validation before it; sees how far the run is."""
-        now = time.monotonic()
+        now = running_seconds()
         seconds, self._batch_ended = now - self._batch_ended, now
         self._batches += 1
         if self._validation_began is not None:
@@ -156,18 +156,18 @@ class BudgetTimer(RunTimer):
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Starts the clock."""
         if trainer.state.fn == "fit":
-            self._validation_began = time.monotonic()
+            self._validation_began = running_seconds()
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         """What it took a token, and so what the whole split will; pictures and checkpoints are yet to come."""
         if trainer.state.fn == "fit" and self.step_seconds:
-            seconds = (time.monotonic() - self._validation_began) * self.val_tokens / module.validation["tokens"]
+            seconds = (running_seconds() - self._validation_began) * self.val_tokens / module.validation["tokens"]
             self._measured["whole"].append(seconds / self.step_seconds)
 
     def can_validate(self) -> bool:
         """Whether a validation that is due is far enough from the one before, and from the last one."""
         apart = APART * self._cost("validation")
-        if self._left() > apart and time.monotonic() - self._validation_ended > apart:
+        if self._left() > apart and running_seconds() - self._validation_ended > apart:
             return True
         if not self._told:
             say(f"validations are {apart:.0f} s apart at least: one takes {apart / APART:.1f} s")

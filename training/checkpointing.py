@@ -25,6 +25,7 @@ from checkpoint.io import read_checkpoint, write_checkpoint
 from model.gpt import GPT
 from system.checks import Number
 from system.errors import UserError
+from system.running_clock import running_seconds
 from training.budget_timer import BudgetTimer
 from training.callbacks import Metrics
 from training.progress import run_progress, run_timer
@@ -88,7 +89,7 @@ class KeepLast(Checkpoint):
         path: of last.ckpt.
         metrics: whose clock stops meanwhile.
         run: what else the checkpoint says of the run, under its key "run".
-        began: when the run began, a reading of time.monotonic(); earlier by what a resumed run has used already.
+        began: when the run began, a reading of running_seconds(); earlier by what a resumed run has used already.
     """
 
     SECONDS_BETWEEN = 60.0
@@ -131,7 +132,7 @@ class KeepLast(Checkpoint):
         """Adds the run's own entry, and takes back that a batch had begun: Lightning would count it as trained on."""
         timer = run_timer(trainer)
         used = {
-            "seconds": time.monotonic() - self._began,
+            "seconds": running_seconds() - self._began,
             "train_seconds": timer.time_elapsed(),
             "max_time": timer.max_time if isinstance(timer, BudgetTimer) else None,
         }

@@ -200,7 +200,8 @@ class Watch(threading.Thread):
         since = None
         while not self._over.wait(self.SECONDS_BETWEEN_LOOKS):
             with suppress(BlockingIOError):
-                self._signals += self._told.recv(100)
+                received = self._told.recv(100)  # also of others that have a handler, such as SIGCONT
+                self._signals += bytes(number for number in received if number in StopOnSignal.SIGNALS)
             at_once = len(self._signals) > (1 if self._stop_on_signal.training else 0)
             if not at_once and not self._others.failed():
                 continue

@@ -5,17 +5,23 @@ A run has one or more bounds, `trainer.max_steps`, `max_epochs` and `max_time`; 
 """
 
 import sys
-import time
 from datetime import timedelta
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.trainer.states import RunningStage
+
+from system.running_clock import running_seconds
 
 NEVER = sys.maxsize
 
 
 class RunTimer(Timer):
-    """The time spent training, over all resumptions, and the bound on it. It ends no run: `run_progress` says when."""
+    """The time spent training, over all resumptions, and the bound on it. It ends no run: `run_progress` says when.
+
+    Time in which the process is stopped, by Ctrl-Z for example, does not count.
+    """
 
     def __init__(self, duration: timedelta | None, min_steps: int | None = None, min_epochs: int | None = None):
         super().__init__(duration, verbose=False)
@@ -30,6 +36,20 @@ class RunTimer(Timer):
     # Where Lightning's Timer would end the run, whatever is still to be reached.
     on_fit_start = Callback.on_fit_start
     on_train_batch_end = Callback.on_train_batch_end
+
+    def on_train_start(self, *args: Any) -> None:
+        """Starts the clock."""
+        self._start_time[RunningStage.TRAINING] = running_seconds()
+
+    def on_train_end(self, *args: Any) -> None:
+        """Stops it."""
+        self._end_time[RunningStage.TRAINING] = running_seconds()
+
+    def time_elapsed(self, stage: str = RunningStage.TRAINING) -> float:
+        """Seconds of training over all resumptions."""
+        if stage != RunningStage.TRAINING or self.start_time() is None or self.end_time() is not None:
+            return super().time_elapsed(stage)
+        return running_seconds() - self.start_time() + self._offset
 
     def share_over(self, steps: int, epochs: float, seconds: float) -> float | None:
         """Of the time, as far as the minimums let it count. None: time is no bound."""
@@ -95,11 +115,11 @@ class ValidationSchedule(Callback):
         self._validations = validations
         self._interval = interval
         self._done = 0
-        self._last_at = 0.0  # time.monotonic() at the end of the last validation
+        self._last_at = 0.0  # running_seconds() at the end of the last validation
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Those before are done, where the run is resumed."""
-        self._done, self._last_at = self._due(trainer, run_progress(trainer)), time.monotonic()
+        self._done, self._last_at = self._due(trainer, run_progress(trainer)), running_seconds()
 
     def on_train_batch_end(self, trainer: Trainer, *args) -> None:
         """Lightning validates if the number of batches can be divided by `val_check_batch`."""
@@ -117,7 +137,7 @@ class ValidationSchedule(Callback):
             return int(self._validations * progress + 1e-9)  # 49 x (1 / 49) is a little less than 1
         batches = trainer.fit_loop.total_batch_idx + 1
         if isinstance(self._interval, timedelta):
-            return self._done + (time.monotonic() - self._last_at >= self._interval.total_seconds())
+            return self._done + (running_seconds() - self._last_at >= self._interval.total_seconds())
         if isinstance(self._interval, float):
             return batches // max(1, round(self._interval * trainer.num_training_batches))
         return batches // self._interval

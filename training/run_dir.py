@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from system.errors import UserError
 from system.files import expand_user, written_whole
+from system.running_clock import running_seconds
 from system.streams import write_nowhere
 from system.text import escape_control_chars
 from training.ranks import is_first, tell_run_dir, told_run_dir
@@ -243,9 +244,9 @@ _job_starts: list[float] = []
 
 
 def job_start() -> float:
-    """When this run began, as time.monotonic() would have read: for the first of a process, when the process did."""
+    """When this run began, as running_seconds() would have read: for the first of a process, when the process did."""
     age = 0.0 if _job_starts else max(0.0, process_age())
-    _job_starts.append(time.monotonic() - age)
+    _job_starts.append(running_seconds() - age)
     return _job_starts[-1]
 
 

@@ -17,6 +17,7 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from model.kernels.bfloat16 import BF16_MATMUL
 from system.errors import UserError
+from system.running_clock import running_seconds
 from system.text import counted
 from training.budget import measured_speed, time_allowed, time_to_train, whole_validation_seconds, with_recipe
 from training.budget_timer import BudgetTimer
@@ -47,7 +48,7 @@ class Run:
     metrics: Metrics
     timer: BudgetTimer | None  # None: something else than a budget ends it
     old: OldWeights | None
-    began: float  # a reading of time.monotonic(), earlier by what a resumed run has used before
+    began: float  # a reading of running_seconds(), earlier by what a resumed run has used before
     facts: dict[str, Any]  # what its checkpoints say of it
     picked: str  # what the budget picked
 
@@ -80,7 +81,7 @@ def prepare(config: DictConfig, old: OldWeights | None, began: float) -> Run:
 
     Args:
         old: the weights it begins with; None: new ones.
-        began: when the command did, a reading of time.monotonic().
+        began: when the command did, a reading of running_seconds().
 
     Raises:
         UserError: settings that cannot work, alone, together, or with the old weights.
@@ -101,7 +102,7 @@ def prepare(config: DictConfig, old: OldWeights | None, began: float) -> Run:
     if old:
         config = config if old.goes_on else with_network_of(old, config)
     elif budget:
-        config, picked = with_recipe(config, budget, time.monotonic() - began, speed)
+        config, picked = with_recipe(config, budget, running_seconds() - began, speed)
     seed_everything(config.seed, verbose=False)
 
     tokenizer = old.tokenizer() if old else None
@@ -126,7 +127,7 @@ def prepare(config: DictConfig, old: OldWeights | None, began: float) -> Run:
         if before.get("budget"):
             timer = BudgetTimer(*about_timer, max_time=time_with_other_budget(before, budget))
         else:
-            spent, processor_s = time.monotonic() - began, before.get("seconds", 0.0) + time.process_time()
+            spent, processor_s = running_seconds() - began, before.get("seconds", 0.0) + time.process_time()
             whole_s = whole_validation_seconds(network, len(data.val_tokens), speed)
             left = time_to_train(budget, spent, processor_s, whole_s).total_seconds()
             if left < 1:
