@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from configs.schema import build
 from data.config import DataConfig, TokenizerConfig
 from data.corpus import Corpus, find_files
+from data.tokenizers import TOKENIZERS
 from model.config import GPTConfig, SamplingConfig
 from model.flops import least_weights
 from system.deferred_imports import slow_imports
@@ -116,11 +117,12 @@ def refuse_early(config: DictConfig) -> None:
 def refuse_size_of_fixed_vocabulary(tokenizer: TokenizerConfig) -> None:
     """Raises UserError where the command line gives a size to a tokenizer that has its own."""
     kind, size = tokenizer.kind, tokenizer.vocab_size
-    own = {"byte": "has 256 tokens", "tiktoken": f"has the vocabulary of tokenizer.name={tokenizer.name}"}
-    if kind in own and "tokenizer.vocab_size" in given_keys() and size is not None and (kind, size) != ("byte", 256):
+    registered = TOKENIZERS[kind]
+    fixed = not registered.learned and size not in (None, registered.vocab_size)
+    if fixed and "tokenizer.vocab_size" in given_keys():
+        own = f"has {registered.vocab_size} tokens" if registered.vocab_size else "has a vocabulary of its own"
         raise UserError(
-            f"tokenizer.vocab_size is {size}, but tokenizer={kind} {own[kind]}. Leave it out, or use tokenizer=bpe "
-            "alone."
+            f"tokenizer.vocab_size is {size}, but tokenizer={kind} {own}. Leave it out, or use tokenizer=bpe alone."
         )
 
 

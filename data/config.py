@@ -3,15 +3,12 @@
 import math
 from dataclasses import dataclass
 
+from data.tokenizers import TOKENIZERS
 from system.checks import check_fields, short
 from system.errors import UserError
 
 MAX_VOCAB_SIZE = 1_000_000
 MAX_BATCH_SIZE = 1 << 20
-# The default vocabulary is the largest power of two with so much text a token, within these bounds: 2,048 for the
-# embedded text, the best measured there (docs/EXPERIMENTS.md); for other lengths a guess.
-BYTES_OF_TEXT_A_TOKEN = 1500
-DEFAULT_VOCAB_SIZES = 512, 16_384
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ class TokenizerConfig:
     """How text becomes ids."""
 
     kind: str = "bpe"
-    """"byte", "bpe" or "tiktoken"."""
+    """A function of data/tokenizers/: "byte", "bpe", "tiktoken" ..."""
     vocab_size: int | None = None
     """Tokens that bpe aims for: 256 bytes and the merges. None: what a budget picks, or what suits the text."""
     name: str = "gpt2"
@@ -58,20 +55,15 @@ class TokenizerConfig:
 
     def __post_init__(self):
         check_fields(self, "tokenizer")
-        if self.kind not in ("byte", "bpe", "tiktoken"):
-            raise UserError(f"tokenizer.kind is {short(self.kind)}; it must be byte, bpe or tiktoken.")
+        if self.kind not in TOKENIZERS:
+            raise UserError(f"tokenizer.kind is {short(self.kind)}; it must be one of {', '.join(TOKENIZERS)}.")
         size = self.vocab_size
-        if self.kind == "bpe" and size is not None and not (type(size) is int and 257 <= size <= MAX_VOCAB_SIZE):
+        learned = TOKENIZERS[self.kind].learned
+        if learned and size is not None and not (type(size) is int and 257 <= size <= MAX_VOCAB_SIZE):
             raise UserError(
-                f"tokenizer.vocab_size is {short(size)}; bpe takes a whole number from 257 to {MAX_VOCAB_SIZE}, "
-                "and tokenizer=byte has 256."
+                f"tokenizer.vocab_size is {short(size)}; {self.kind} takes a whole number from 257 to "
+                f"{MAX_VOCAB_SIZE}, and tokenizer=byte has 256."
             )
-
-
-def vocab_size_for(num_bytes: int) -> int:
-    """The default vocabulary for a training split of so many bytes."""
-    least, most = DEFAULT_VOCAB_SIZES
-    return min(most, max(least, 1 << (num_bytes // BYTES_OF_TEXT_A_TOKEN).bit_length() >> 1))
 
 
 def check_at_least(least: int, name: str, value: object, most: float = math.inf) -> None:

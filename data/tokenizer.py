@@ -1,18 +1,11 @@
-"""Text <-> token ids. Every tokenizer is a `tiktoken.Encoding`; three ways lead to one.
-
-    byte      256 ids, one a byte
-    bpe       byte-level byte-pair encoding, learned from the training split alone
-    tiktoken  one of tiktoken's own, such as gpt2
+"""Text <-> token ids. Every tokenizer is a `tiktoken.Encoding`; the files of data/tokenizers/ are ways to one.
 
 Any text encodes, in time linear in its length, and decodes to itself; special tokens' names are text.
 """
 
 import base64
 import codecs
-import difflib
 import hashlib
-import logging
-import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -20,49 +13,36 @@ import numpy as np
 import tiktoken
 import tiktoken.load
 
-from data.cache import Damaged, checked_size, written_to_cache
-from data.config import TokenizerConfig, vocab_size_for
+from data.config import TokenizerConfig
 from data.corpus import Split
+from data.tokenizers import TOKENIZERS
 from system.checks import Number, check
 from system.errors import UserError
 
-log = logging.getLogger(__name__)
-
-# What a token can hold at most: one word with its apostrophe, led by a space or a new line ("↵And", "·o'er"),
-# up to three digits, punctuation with the line's end, or white space. Every repeat is bounded and nothing
-# looks ahead, so no text can make matching crawl. Of a dozen such patterns this one compressed verse best.
-BPE_PATTERN = (
-    r"[ \n]?[\p{L}\p{M}]{1,32}(?:['’]\p{L}{1,4})?"
-    r"| ?\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{M}\p{N}]{1,16}[\r\n]{0,8}"
-    r"|\s{1,32}"
-)
-BYTE_PATTERN = r"(?s:.{1,64})"
-# Merges are learned from the start of the training split, at most this much of it. More changes few of them,
-# and of random letters, the worst case, even this much takes 7 s and 0.7 GB.
-BPE_TRAINING_BYTES = 16 << 20
 SEGMENT_CHARS = 4096  # one call of tiktoken gets no more: long runs of one character make it panic or crawl
-NETWORK_PATIENCE_S = 3.0
 # Bounds of a saved tokenizer, which may be another person's; tiktoken's own have names of 11 characters, patterns of
 # 500 and tokens of 128 bytes.
 MAX_NAME_CHARS, MAX_PATTERN_CHARS, MAX_TOKEN_BYTES, MAX_ID = 64, 10_000, 4096, (1 << 31) - 2
 
 
 def build_tokenizer(config: TokenizerConfig, train_split: Split, cache_dir: Path) -> tiktoken.Encoding:
-    """The encoding `config` asks for. Only bpe looks at the text, and remembers its merges in `cache_dir`.
+    """The encoding `config` asks for. What is learned from the text is kept in `cache_dir`.
 
     Raises UserError for a name tiktoken does not have, or has neither in its cache nor from the network.
     """
-    if config.kind == "byte":
-        return _encoding("byte", BYTE_PATTERN, {bytes([byte]): byte for byte in range(256)})
-    if config.kind == "tiktoken":
-        return _named_encoding(config.name)
-    vocab_size = config.vocab_size or vocab_size_for(train_split.num_bytes)
-    return _encoding("bpe", BPE_PATTERN, _cached_merges(vocab_size, train_split, Path(cache_dir)))
+    return TOKENIZERS[config.kind].build(config, train_split, Path(cache_dir) if cache_dir else None)
 
 
-def _encoding(name: str, pattern: str, ranks: dict[bytes, int], special=None) -> tiktoken.Encoding:
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special or {})
+def make_encoding(
+    name: str, pattern: str, ranks: dict[bytes, int], special_tokens: dict[str, int] | None = None
+) -> tiktoken.Encoding:
+    """An encoding that cuts text by a pattern and then joins bytes.
+
+    Args:
+        pattern: regular expression; no token reaches beyond a match. Bound its repeats, so that no text is slow.
+        ranks: each token's bytes -> its id. Joining prefers low ids; each of the 256 bytes is a token.
+    """
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens or {})
 
 
 # Encoding and decoding
@@ -78,7 +58,7 @@ def encode_chunks(encoding: tiktoken.Encoding, texts: Iterable[str]) -> Iterator
 
     Raises UserError where the pattern, which then is none of ours, gives up.
     """
-    for segment in _segments(texts):
+    for segment in segments(texts):
         try:
             ids = encoding.encode_ordinary(segment)
         except BaseException as error:  # a panic in tiktoken's Rust is no Exception
@@ -88,7 +68,7 @@ def encode_chunks(encoding: tiktoken.Encoding, texts: Iterable[str]) -> Iterator
         yield np.array(ids, dtype=np.int64)
 
 
-def _segments(texts: Iterable[str]) -> Iterator[str]:
+def segments(texts: Iterable[str]) -> Iterator[str]:
     """The joined `texts` cut anew, at most SEGMENT_CHARS at a time, where no tokenizer can tell.
 
     Where white space follows a letter every known pattern cuts too, so the ids are those of the uncut text.
@@ -171,7 +151,7 @@ def to_plain(encoding: tiktoken.Encoding) -> dict:
     return {
         "name": encoding.name,
         "pattern": encoding._pat_str,
-        "merges": _format_merges(encoding._mergeable_ranks),
+        "merges": format_merges(encoding._mergeable_ranks),
         "special_tokens": [[token, token_id] for token, token_id in sorted(encoding._special_tokens.items())],
     }
 
@@ -180,7 +160,7 @@ def from_plain(plain: dict) -> tiktoken.Encoding:
     """The encoding `to_plain` described. Raises UserError if the description is damaged."""
     try:
         check(plain, {"name": str, "pattern": str, "merges": str, "special_tokens": [[object]]}, "tokenizer")
-        name, pattern, ranks = plain["name"], plain["pattern"], _parse_merges(plain["merges"])
+        name, pattern, ranks = plain["name"], plain["pattern"], parse_merges(plain["merges"])
         special_tokens = {token: token_id for token, token_id in plain["special_tokens"]}
         check(special_tokens, {str: Number(int, 0, MAX_ID)}, "special_tokens")
         if not name.isprintable() or len(name) > MAX_NAME_CHARS:  # it is shown
@@ -193,24 +173,24 @@ def from_plain(plain: dict) -> tiktoken.Encoding:
             raise ValueError("a special token is also an ordinary one")
         if set(ranks.values()) & set(special_tokens.values()):
             raise ValueError("a special token shares its id")
-        return _encoding(name, pattern, ranks, special_tokens)
+        return make_encoding(name, pattern, ranks, special_tokens)
     except (OverflowError, TypeError, ValueError) as error:
         raise UserError(f"The saved tokenizer is damaged ({str(error)[:200]}). Use another checkpoint.") from None
 
 
 def fingerprint(encoding: tiktoken.Encoding) -> str:
     """Equal for two encodings exactly if they turn every text into the same ids."""
-    rules = f"{encoding._pat_str}\n{_format_merges(encoding._mergeable_ranks)}"
+    rules = f"{encoding._pat_str}\n{format_merges(encoding._mergeable_ranks)}"
     return hashlib.sha256(rules.encode()).hexdigest()
 
 
-def _format_merges(ranks: dict[bytes, int]) -> str:
+def format_merges(ranks: dict[bytes, int]) -> str:
     """tiktoken's own file format: a line with the token in base64 and its id, by id."""
     by_rank = sorted(ranks.items(), key=lambda item: item[1])
     return "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in by_rank)
 
 
-def _parse_merges(text: str) -> dict[bytes, int]:
+def parse_merges(text: str) -> dict[bytes, int]:
     """Raises ValueError for anything tiktoken would later panic at."""
     lines = [line.split(" ", 2) for line in text.splitlines()]
     ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
@@ -223,88 +203,3 @@ def _parse_merges(text: str) -> dict[bytes, int]:
     if not 1 <= min(map(len, ranks)) <= max(map(len, ranks)) <= MAX_TOKEN_BYTES:
         raise ValueError(f"a token has no bytes, or more than {MAX_TOKEN_BYTES:,}")
     return ranks
-
-
-# Byte-pair encoding
-
-
-def _cached_merges(vocab_size: int, split: Split, cache_dir: Path) -> dict[bytes, int]:
-    key = hashlib.sha256(f"1\n{split.sha256}\n{vocab_size}\n{BPE_PATTERN}".encode()).hexdigest()[:16]
-    path = cache_dir / f"bpe-{key}.txt"
-    try:
-        return _parse_merges(path.read_bytes()[: checked_size(path)].decode())
-    except FileNotFoundError:
-        pass
-    except (Damaged, OSError, ValueError) as error:
-        log.info("%s is damaged (%s): learning the merges again", path, error)
-    ranks = _train_merges(vocab_size, split)
-    with written_to_cache(path) as f:
-        f.write(_format_merges(ranks).encode())
-    return ranks
-
-
-def _train_merges(vocab_size: int, split: Split) -> dict[bytes, int]:
-    import rustbpe  # here, because nothing but training needs it
-
-    num_bytes = min(split.num_bytes, BPE_TRAINING_BYTES)
-    log.info("learning up to %d merges from %.1f MB of text", vocab_size - 256, num_bytes / 1e6)
-    logging.getLogger("rustbpe").setLevel(logging.WARNING)  # it reports every hundredth of its progress
-    trainer = rustbpe.Tokenizer()
-    segments = _segments(_first_bytes(split.read(), BPE_TRAINING_BYTES))
-    trainer.train_from_iterator(segments, vocab_size, buffer_size=1024, pattern=BPE_PATTERN)
-    ranks: dict[bytes, int] = {}
-    for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda item: item[1]):
-        ranks.setdefault(bytes(token), len(ranks))  # were two merges to spell one token, it is one token
-    return ranks
-
-
-def _first_bytes(texts: Iterable[str], num_bytes: int) -> Iterator[str]:
-    for text in texts:
-        if num_bytes <= 0:
-            return
-        yield text
-        num_bytes -= len(text.encode())
-
-
-# tiktoken's own encodings
-
-
-def _named_encoding(name: str) -> tiktoken.Encoding:
-    names = tiktoken.list_encoding_names()
-    if name not in names:
-        near = ", ".join(difflib.get_close_matches(str(name), names) or names)
-        raise UserError(f"tokenizer.name {name!r} is none of tiktoken's encodings. Use one like {near}.")
-    # tiktoken reads its cache, and calls this for what is not there; its own version waits without limit.
-    original, tiktoken.load.read_file = tiktoken.load.read_file, _download
-    try:
-        return tiktoken.get_encoding(name)
-    except (OSError, ValueError):
-        raise UserError(
-            f"The vocabulary of {name!r} is not in tiktoken's cache and cannot be downloaded. "
-            "Set TIKTOKEN_CACHE_DIR to a directory that has it, or use tokenizer=bpe, which needs no network."
-        ) from None
-    finally:
-        tiktoken.load.read_file = original
-
-
-def _download(url: str) -> bytes:
-    """Content of `url`, or OSError within NETWORK_PATIENCE_S if nothing answers there."""
-    import requests
-
-    # Looking up a host's name has no timeout of its own, so it happens in a thread that may be left behind.
-    failed, over = [], threading.Event()
-
-    def knock():
-        try:
-            requests.head(url, timeout=NETWORK_PATIENCE_S)
-        except OSError as error:
-            failed.append(error)
-        finally:
-            over.set()
-
-    threading.Thread(target=knock, daemon=True).start()
-    if not over.wait(NETWORK_PATIENCE_S) or failed:
-        raise OSError("no network")
-    response = requests.get(url, timeout=10 * NETWORK_PATIENCE_S)
-    response.raise_for_status()
-    return response.content

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from configs.cli import compose
 from configs.schema import build
-from data.config import DEFAULT_VOCAB_SIZES
+from data.tokenizers.bpe import DEFAULT_VOCAB_SIZES
 from model.config import GPTConfig
 from system.errors import UserError
 from training import budget as module

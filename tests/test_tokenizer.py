@@ -1,17 +1,21 @@
 """Any text encodes, fast, and decodes to itself; a checkpoint and a picture can carry the tokenizer."""
 
 import functools
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tiktoken
 import torch
+import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from configs.cli import CONFIG_DIR
 from data import tokenizer as module
-from data.config import BYTES_OF_TEXT_A_TOKEN, DEFAULT_VOCAB_SIZES, vocab_size_for
 from data.corpus import Corpus, find_files
 from data.tokenizer import (
     SEGMENT_CHARS,
@@ -26,8 +30,11 @@ from data.tokenizer import (
     token_bytes,
     token_labels,
 )
+from data.tokenizers import TOKENIZERS, bpe, tiktoken_encodings
+from data.tokenizers.bpe import BYTES_OF_TEXT_A_TOKEN, DEFAULT_VOCAB_SIZES, vocab_size_for
 from system.errors import UserError
 
+PROJECT = Path(__file__).resolve().parents[1]
 # The pre-tokenizers of GPT-2 and GPT-4 as published, whose look-ahead made long runs of white space panic.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?[\p{L}]+| ?[\p{N}]+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 GPT4_PATTERN = (
@@ -136,7 +143,7 @@ def test_a_million_equal_characters_encode_in_linear_time(encodings, kind, run, 
 
 
 def test_no_call_of_tiktoken_gets_more_than_a_segment(encodings):
-    assert max(map(len, module._segments(["x" * 50_000, VERSE * 100]))) <= SEGMENT_CHARS
+    assert max(map(len, module.segments(["x" * 50_000, VERSE * 100]))) <= SEGMENT_CHARS
 
 
 # Learning merges
@@ -167,7 +174,7 @@ def test_merges_are_learned_once_and_again_if_the_cache_is_damaged(split, tmp_pa
     first = build_tokenizer(config, split, tmp_path)
     (cached,) = tmp_path.iterdir()
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_train_merges", None)  # calling it would raise
+        patch.setattr(bpe, "_train_merges", None)  # calling it would raise
         assert fingerprint(build_tokenizer(config, split, tmp_path)) == fingerprint(first)
     cached.write_bytes(cached.read_bytes()[:1000])
     assert fingerprint(build_tokenizer(config, split, tmp_path)) == fingerprint(first)
@@ -179,10 +186,20 @@ def test_unwritable_cache_is_named_with_the_option_that_moves_it(split, tmp_path
         build_tokenizer(TokenizerConfig(vocab_size=300), split, tmp_path / "file" / "cache")
 
 
+def test_each_tokenizer_has_a_file_and_each_file_a_tokenizer():
+    files = {yaml.safe_load(path.read_text())["kind"] for path in (CONFIG_DIR / "tokenizer").glob("*.yaml")}
+    assert files == set(TOKENIZERS)
+
+
+def test_name_of_a_tokenizer_is_checked_without_slow_imports():
+    code = "import sys, data.config; sys.exit(bool({'torch', 'numpy', 'tiktoken'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT).returncode == 0
+
+
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ({"kind": "word"}, "byte, bpe or tiktoken"),
+        ({"kind": "nonsense"}, "bpe, byte, tiktoken"),
         ({"vocab_size": 256}, "257 to 1000000"),
         ({"vocab_size": 10**7}, "257 to 1000000"),
         ({"vocab_size": 1024.0}, "whole number"),
@@ -217,9 +234,9 @@ def test_name_without_cache_and_network_fails_at_once_with_both_ways_out(split, 
 def test_network_that_never_answers_is_given_up(monkeypatch):
     over, answered = threading.Event(), []
     monkeypatch.setattr("requests.head", lambda *_, **__: answered.append(over.wait(60)))
-    monkeypatch.setattr(module, "NETWORK_PATIENCE_S", 0.1)
+    monkeypatch.setattr(tiktoken_encodings, "NETWORK_PATIENCE_S", 0.1)
     with pytest.raises(OSError):
-        module._download("http://127.0.0.1:9/")
+        tiktoken_encodings._download("http://127.0.0.1:9/")
     assert not answered  # it is still waited for, by a thread that is left behind
     over.set()
 

@@ -17,8 +17,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs.cli import CONFIG_DIR
 from configs.schema import build
-from data.config import TokenizerConfig, vocab_size_for
+from data.config import TokenizerConfig
 from data.corpus import find_files
+from data.tokenizers import TOKENIZERS
+from data.tokenizers.bpe import vocab_size_for
 from model.config import GPTConfig
 from model.flops import matrix_weights, step_flops
 from model.gpt import GPT
@@ -138,7 +140,7 @@ def with_recipe(config: DictConfig, budget: timedelta, spent: float, flops_per_s
     }
     if config.model.bigram_rows:
         picked["model.bigram_dropout"] = recipe.bigram_dropout
-    if config.tokenizer.kind == "bpe":
+    if TOKENIZERS[config.tokenizer.kind].learned:
         text_bytes = sum(file.stat().st_size for file in find_files(config.data.corpus))
         default = vocab_size_for(int((1 - config.data.val_fraction) * text_bytes))
         picked["tokenizer.vocab_size"] = min(recipe.vocab_size, 2 * default)  # the default suits runs of a minute

@@ -1,0 +1,94 @@
+"""Byte-level byte-pair encoding (Sennrich et al. 2016, arXiv:1508.07909), learned from the training split alone."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data.cache import Damaged, checked_size, written_to_cache
+from data.tokenizers import tokenizer
+
+if TYPE_CHECKING:
+    import tiktoken
+
+    from data.config import TokenizerConfig
+    from data.corpus import Split
+
+logger = logging.getLogger(__name__)
+
+# What a token can hold at most: one word with its apostrophe, led by a space or a new line ("↵And", "·o'er"),
+# up to three digits, punctuation with the line's end, or white space. Every repeat is bounded and nothing
+# looks ahead, so no text can make matching crawl. Of a dozen such patterns this one compressed verse best.
+PATTERN = (
+    r"[ \n]?[\p{L}\p{M}]{1,32}(?:['’]\p{L}{1,4})?"
+    r"| ?\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]{1,16}[\r\n]{0,8}"
+    r"|\s{1,32}"
+)
+# Merges are learned from the start of the training split, at most this much of it. More changes few of them,
+# and of random letters, the worst case, even this much takes 7 s and 0.7 GB.
+TRAINING_BYTES = 16 << 20
+# The default vocabulary is the largest power of two with so much text a token, within these bounds: 2,048 for the
+# embedded text, the best measured there (docs/EXPERIMENTS.md); for other lengths a guess.
+BYTES_OF_TEXT_A_TOKEN = 1500
+DEFAULT_VOCAB_SIZES = 512, 16_384
+
+
+@tokenizer(learned=True)
+def bpe(config: TokenizerConfig, train_split: Split, cache_dir: Path) -> tiktoken.Encoding:
+    """256 bytes and the merges of the training split, which are remembered in `cache_dir`."""
+    from data.tokenizer import make_encoding
+
+    vocab_size = config.vocab_size or vocab_size_for(train_split.num_bytes)
+    return make_encoding("bpe", PATTERN, _cached_merges(vocab_size, train_split, cache_dir))
+
+
+def vocab_size_for(num_bytes: int) -> int:
+    """The default vocabulary for a training split of so many bytes."""
+    least, most = DEFAULT_VOCAB_SIZES
+    return min(most, max(least, 1 << (num_bytes // BYTES_OF_TEXT_A_TOKEN).bit_length() >> 1))
+
+
+def _cached_merges(vocab_size: int, split: Split, cache_dir: Path) -> dict[bytes, int]:
+    from data.tokenizer import format_merges, parse_merges
+
+    key = hashlib.sha256(f"1\n{split.sha256}\n{vocab_size}\n{PATTERN}".encode()).hexdigest()[:16]
+    path = cache_dir / f"bpe-{key}.txt"
+    try:
+        return parse_merges(path.read_bytes()[: checked_size(path)].decode())
+    except FileNotFoundError:
+        pass
+    except (Damaged, OSError, ValueError) as error:
+        logger.info("%s is damaged (%s): learning the merges again", path, error)
+    ranks = _train_merges(vocab_size, split)
+    with written_to_cache(path) as f:
+        f.write(format_merges(ranks).encode())
+    return ranks
+
+
+def _train_merges(vocab_size: int, split: Split) -> dict[bytes, int]:
+    import rustbpe
+
+    from data.tokenizer import segments
+
+    num_bytes = min(split.num_bytes, TRAINING_BYTES)
+    logger.info("learning up to %d merges from %.1f MB of text", vocab_size - 256, num_bytes / 1e6)
+    logging.getLogger("rustbpe").setLevel(logging.WARNING)  # it reports every hundredth of its progress
+    trainer = rustbpe.Tokenizer()
+    texts = segments(_first_bytes(split.read(), TRAINING_BYTES))
+    trainer.train_from_iterator(texts, vocab_size, buffer_size=1024, pattern=PATTERN)
+    ranks: dict[bytes, int] = {}
+    for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda item: item[1]):
+        ranks.setdefault(bytes(token), len(ranks))  # were two merges to spell one token, it is one token
+    return ranks
+
+
+def _first_bytes(texts: Iterable[str], num_bytes: int) -> Iterator[str]:
+    for text in texts:
+        if num_bytes <= 0:
+            return
+        yield text
+        num_bytes -= len(text.encode())
