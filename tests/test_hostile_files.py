@@ -612,8 +612,7 @@ def test_context_seen_measures_an_export_as_it_does_the_run(tmp_path, tiny_run, 
     monkeypatch.setattr(context_seen, "CHARACTERS", 400)
     measured = []
     for checkpoint in (tiny_run.path, file):
-        monkeypatch.setattr("sys.argv", ["context_seen", str(checkpoint)])
-        context_seen.main()
+        context_seen.main([str(checkpoint)])
         measured.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     assert measured[0] == measured[1] and measured[0]["tokens"] > 100
 
