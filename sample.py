@@ -8,17 +8,14 @@ import json
 import math
 import os
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig, OmegaConf
-
-from configs.cli import read_prompt, refuse_other_endings
-from configs.schema import build
-from model.config import SamplingConfig
+from sampling.config import SampleConfig, SamplingConfig
 from system.deferred_imports import slow_imports
 from system.errors import UserError
+from system.files import check_suffix, read_prompt
 from system.streams import for_terminal, print_note
 from system.text import escape_json
 
@@ -30,13 +27,9 @@ if TYPE_CHECKING:  # torch is imported after what can be refused without it
 COLOURS = ((0, 244), (1, 71), (3, 178), (6, 208), (9, 196))
 
 
-def main(config: DictConfig) -> None:
+def main(config: SampleConfig) -> None:
     """Loads a checkpoint, says which, and lets it write or read. Raises UserError for what the user can mend."""
-    sampling = build(SamplingConfig, OmegaConf.masked_copy(config, [f.name for f in fields(SamplingConfig)]))
-    for key, choices in (("mode", ("write", "interactive", "score")), ("format", ("text", "jsonl"))):
-        if config[key] not in choices:
-            raise UserError(f"{key} is {config[key]!r}, but must be one of {', '.join(choices)}.")
-    prompt = read_prompt(config)
+    prompt = read_prompt(config.prompt, config.prompt_file)
     refuse_contradictions(config, prompt)
 
     with slow_imports():
@@ -52,20 +45,20 @@ def main(config: DictConfig) -> None:
     if config.export is not None:
         print_note(f"exported: {config.export}")
     elif config.mode == "write":
-        write_samples(checkpoint, prompt, sampling, as_json)
+        write_samples(checkpoint, prompt, config, as_json)
     elif config.mode == "interactive":
-        converse(checkpoint, sampling, as_json)
+        converse(checkpoint, config, as_json)
     else:
         show_scores(checkpoint, score_text(checkpoint, prompt), as_json)
 
 
-def refuse_contradictions(config: DictConfig, prompt: str) -> None:
+def refuse_contradictions(config: SampleConfig, prompt: str) -> None:
     """Raises UserError for choices that cannot work, alone or together."""
     if config.mode == "interactive" and prompt:
         raise UserError("mode=interactive reads prompts line by line. Leave prompt and prompt_file out.")
     if config.export is not None and (prompt or config.mode != "write"):
         raise UserError("export only keeps the network. Leave prompt, prompt_file and mode out.")
-    refuse_other_endings(config, {"export": ".safetensors"})
+    check_suffix("export", config.export, ".safetensors")
     if config.mode == "score" and not prompt:
         raise UserError('There is no text to score. Give one: prompt="To be, or not", or prompt_file=poem.txt')
 

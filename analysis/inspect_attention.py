@@ -9,16 +9,15 @@ from configs.entry_point import entry_point  # isort: skip -- first: Ctrl-C may 
 
 import sys
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from omegaconf import DictConfig
 
-from configs.cli import compose, read_prompt, refuse_other_endings
-from configs.schema import build
+from analysis.config import InspectConfig
 from data.config import TokenizerConfig
-from model.config import GPTConfig
 from system.errors import UserError
+from system.files import check_suffix, read_prompt
 from system.streams import print_note
 from system.text import counted
 
@@ -26,16 +25,13 @@ STRONGEST = 3  # links shown of each token
 BAR = 20  # characters of a weight of 1
 
 
-def main(config: DictConfig) -> None:
+def main(config: InspectConfig) -> None:
     """Loads a network, says which, and shows its attention. Raises UserError for what the user can mend."""
-    refuse_other_endings(config, {"png": ".png", "html": ".html"})
-    text = read_prompt(config)
+    check_suffix("png", config.png, ".png")
+    check_suffix("html", config.html, ".html")
+    text = read_prompt(config.prompt, config.prompt_file)
     if not text:
         raise UserError('There is no text to look at. Give one: prompt="Orange is my favorite fruit"')
-    if not config.untrained and config.model != compose("see", []).model:
-        raise UserError("A checkpoint brings its own model. Add untrained=true, or leave the model settings out.")
-    if config.untrained and config.checkpoint is not None:
-        raise UserError("untrained=true and checkpoint are both given. Leave one out.")
 
     import torch  # after what can be refused without it
 
@@ -70,7 +66,7 @@ def main(config: DictConfig) -> None:
         print_note(f"page: {config.html}")
 
 
-def trained_network(config: DictConfig):
+def trained_network(config: InspectConfig):
     """The network and tokenizer of a checkpoint, and one line about them. Raises UserError."""
     from checkpoint.checkpoint import find_checkpoint, load_checkpoint
 
@@ -78,7 +74,7 @@ def trained_network(config: DictConfig):
     return checkpoint.network, checkpoint.tokenizer, checkpoint.describe()
 
 
-def fresh_network(config: DictConfig):
+def fresh_network(config: InspectConfig):
     """An untrained network, always the same one, a tokenizer of bytes, and one line about them. Raises UserError."""
     import torch
 
@@ -87,7 +83,7 @@ def fresh_network(config: DictConfig):
 
     tokenizer = build_tokenizer(TokenizerConfig(kind="byte"), None, Path())  # bytes need no text and no cache
     torch.manual_seed(0)
-    network = GPT(build(GPTConfig, config.model, vocab_size=tokenizer.n_vocab))
+    network = GPT(replace(config.model, vocab_size=tokenizer.n_vocab))
     shape = network.config
     layers, heads = counted(shape.num_layers, "layer"), counted(shape.num_heads, "head")
     return network, tokenizer, f"untrained: {layers}, {heads}, width {shape.d_model}"

@@ -11,30 +11,23 @@ import time
 import psutil
 import torch
 import torch.nn.functional as F
-from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from analysis.config import LessonsConfig
 from model.attention import MultiHeadAttention, eager_attention
 from model.flops import score_matrix_bytes
-from system.errors import UserError
 from system.text import counted
 
 HEAD_DIM = 64
 """Width of the one head that is timed."""
 
 
-def main(config: DictConfig) -> None:
-    """Prints all parts. Raises UserError for what the user can mend."""
-    lengths = sorted(set(config.lengths))
-    if not lengths or lengths[0] < 1:
-        raise UserError(f"lengths is {list(config.lengths)}, but must list context lengths of at least 1.")
-    for name in ("num_layers", "num_heads"):
-        if config[name] < 1:
-            raise UserError(f"{name} is {config[name]}, but must be at least 1.")
+def main(config: LessonsConfig) -> None:
+    """Prints all parts."""
     print(weights_part())
     print(infinity_part())
     print(COST_TEXT.format(layers=counted(config.num_layers, "layer"), heads=counted(config.num_heads, "head")))
-    cost_part(lengths, config.num_layers, config.num_heads)
+    cost_part(sorted(set(config.lengths)), config.num_layers, config.num_heads)
 
 
 # Weights with and without the mask

@@ -14,13 +14,13 @@ import statistics
 from dataclasses import dataclass
 
 import torch
-from omegaconf import DictConfig
 
 from benchmarks.context_cost import now
 from benchmarks.machine import machine
 from benchmarks.memory_of import measure_memory
 from benchmarks.workload import attention_pass
 from configs.entry_point import entry_point
+from configs.schema import AttentionSpeedConfig
 from model.config import GPTConfig
 from model.kernels.flex_attention import BLOCK, flex_works
 from sample import pick_device
@@ -105,7 +105,7 @@ def speedups(ms: dict[int, dict[str, float]], on_cuda: bool) -> dict[str, float]
     return found
 
 
-def main(config: DictConfig) -> None:
+def main(config: AttentionSpeedConfig) -> None:
     """Prints a line a length, the exponents, what is promised, and one JSON line. Raises UserError."""
     lengths, tokens = sorted(set(config.lengths)), config.tokens_per_batch
     if len(lengths) < 2 or lengths[0] <= WINDOW or any(tokens % length or length % BLOCK for length in lengths):

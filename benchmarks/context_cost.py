@@ -11,26 +11,25 @@ backward, and for a step also the optimiser. Memory is the peak of a fresh proce
 import json
 import statistics
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import psutil
 import torch
-from omegaconf import DictConfig
 
 from benchmarks.growth import Growth, fit_growth, where_equal
 from benchmarks.machine import machine
 from benchmarks.memory_of import measure_memory
 from benchmarks.workload import attention_pass, training_step
-from configs.cli import refuse_other_endings
 from configs.entry_point import entry_point
-from configs.schema import build
+from configs.schema import ContextCostConfig
 from model.config import GPTConfig
 from model.flops import IMPLEMENTATIONS, attention_flops, crossing_by_flops, kept_bytes, score_matrix_bytes, step_flops
 from model.layers import Linear
 from sample import pick_device
 from system.allocator import keep_freed_memory
 from system.errors import UserError
+from system.files import check_suffix
 from system.text import counted
 from training.config import OptimizerConfig
 
@@ -112,19 +111,19 @@ class Measured:
         )
 
 
-def main(config: DictConfig) -> None:
+def main(config: ContextCostConfig) -> None:
     """Measures, prints, draws and logs. Raises UserError for what the user can mend."""
     for name in ("tokens_per_batch", "seconds"):
-        if config[name] < 1:
-            raise UserError(f"{name} is {config[name]}, but must be at least 1.")
+        if getattr(config, name) < 1:
+            raise UserError(f"{name} is {getattr(config, name)}, but must be at least 1.")
     lengths = sorted(set(config.lengths))
     if not lengths or lengths[0] < 16:
-        raise UserError(f"lengths is {list(config.lengths)}, but must list context lengths of at least 16.")
-    refuse_other_endings(config, {"png": ".png"})
+        raise UserError(f"lengths is {config.lengths}, but must list context lengths of at least 16.")
+    check_suffix("png", config.png, ".png")
     if config.png is not None and not Path(config.png).absolute().parent.is_dir():  # before minutes of measuring
         raise UserError(f"png is {config.png}, but there is no such directory. Give another file.")
-    network_config = build(GPTConfig, config.model, attention_pattern="L")  # windowed: every layer is
-    optimizer_config = build(OptimizerConfig, config.optimizer)
+    network_config = replace(config.model, attention_pattern="L")  # windowed: every layer is
+    optimizer_config = config.optimizer
     device = pick_device(config.device)
     torch.manual_seed(config.seed)
     keep_freed_memory()  # as train.py does
@@ -153,7 +152,9 @@ def main(config: DictConfig) -> None:
     print(json.dumps(json.loads(json.dumps(as_json(measured)), parse_float=lambda x: float(f"{float(x):.4g}"))))
 
 
-def measure(measured: Measured, optimizer_config: OptimizerConfig, lengths: list[int], config: DictConfig) -> None:
+def measure(
+    measured: Measured, optimizer_config: OptimizerConfig, lengths: list[int], config: ContextCostConfig
+) -> None:
     """Fills in the readings, shortest context first, printing each; says what no longer fits, and why."""
     began, limit_mb = time.perf_counter(), config.memory_mb or 0.75 * free_memory_mb(measured.device)
     spent_on_last: dict[str, float] = {}

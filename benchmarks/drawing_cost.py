@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback
-from omegaconf import DictConfig
 
 from benchmarks.default_run import prepared_text, snapshots_of, train
 from benchmarks.machine import machine
@@ -25,6 +24,7 @@ from system.text import counted
 from training.budget import DEFAULT_TIME
 from training.callbacks import Snapshots
 from training.checkpointing import StopOnSignal
+from training.config import RunConfig
 
 STEPS = 200
 PROMISED_SHARE = 0.03
@@ -48,7 +48,7 @@ class TimedDrawing(Callback):
         self.calls.append((trainer.global_step, time.perf_counter() - start))
 
 
-def main(config: DictConfig) -> None:
+def main(config: RunConfig) -> None:
     """Prints a line a validation, the share, and one JSON line."""
     data = prepared_text(config)
     drawing = TimedDrawing(snapshots_of(data))

@@ -18,12 +18,12 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from omegaconf import DictConfig
 from torch import Tensor
 
 from benchmarks.machine import machine
 from benchmarks.training_speed import Case, cases, our_step
 from configs.entry_point import entry_point
+from configs.schema import KernelsConfig
 from model import kernels, layers
 from model.kernels.bfloat16 import BF16_MATMUL
 from system.allocator import keep_freed_memory
@@ -124,7 +124,7 @@ def measured_cases(vocab_size: int) -> dict[str, Case]:
     return {"default": found.get("its bfloat16", found["default"]), "gpt2": found["gpt2 12 x 64"]}
 
 
-def main(config: DictConfig) -> None:
+def main(config: KernelsConfig) -> None:
     """Prints a row for each kernel, and one JSON line."""
     torch.manual_seed(0)
     if config.keep_memory:

@@ -18,17 +18,15 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback
-from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.default_run import new_network, prepared_text, snapshots_of, train
 from benchmarks.machine import machine
 from configs.cli import compose
 from configs.entry_point import entry_point
-from configs.schema import build
 from model.kernels.bfloat16 import matmul_precision
 from system.text import counted
 from training.checkpointing import StopOnSignal
-from training.config import OptimizerConfig
+from training.config import RunConfig
 from training.datamodule import TextData
 from training.optim import build_optimizer, warmup_stable_decay
 from training.trainer import resolve
@@ -50,13 +48,13 @@ SMALL = ("model.num_layers=1", "model.num_heads=2", "model.d_model=64", "data.ba
 MODELS = (Model("default", (), 75, 1.03), Model("small", SMALL, 300, 1.12))
 
 
-def by_hand(config: DictConfig, data: TextData, steps: int) -> float:
+def by_hand(config: RunConfig, data: TextData, steps: int) -> float:
     """Milliseconds a step of a plain PyTorch loop."""
-    network, schedule = new_network(config, data), build(OptimizerConfig, config.optimizer)
+    network, schedule = new_network(config, data), config.optimizer
     optimizer = build_optimizer(network, schedule)
     peaks = [group["lr"] for group in optimizer.param_groups]
     batches = data.train_dataloader()
-    precision = resolve(OmegaConf.to_container(config.trainer, resolve=True) | {"accelerator": "cpu"})["precision"]
+    precision = resolve(config.trainer | {"accelerator": "cpu"})["precision"]
     for step in range(WARMUP_STEPS + steps):
         if step == WARMUP_STEPS:
             start = time.perf_counter()
@@ -68,7 +66,7 @@ def by_hand(config: DictConfig, data: TextData, steps: int) -> float:
             loss = network.loss(batch[:, :-1], batch[:, 1:])
         loss.backward()
         if config.trainer.get("gradient_clip_val"):
-            torch.nn.utils.clip_grad_norm_(network.parameters(), config.trainer.gradient_clip_val)
+            torch.nn.utils.clip_grad_norm_(network.parameters(), config.trainer["gradient_clip_val"])
         optimizer.step()
         optimizer.zero_grad()
     return 1000 * (time.perf_counter() - start) / steps
@@ -87,7 +85,7 @@ class Stopwatch(Callback):
         self.step_ms = 1000 * (time.perf_counter() - self.start) / (trainer.global_step - WARMUP_STEPS)
 
 
-def by_lightning(config: DictConfig, data: TextData, steps: int, run_dir: Path) -> float:
+def by_lightning(config: RunConfig, data: TextData, steps: int, run_dir: Path) -> float:
     """Milliseconds a step of the Trainer of train.py."""
     stopwatch = Stopwatch()
     train(config, data, run_dir, WARMUP_STEPS + steps, validations=0, first=stopwatch, drawing=snapshots_of(data))

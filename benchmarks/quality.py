@@ -16,10 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from benchmarks.machine import machine
 from configs.entry_point import entry_point
+from configs.schema import QualityConfig
 from system.errors import UserError
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -65,7 +64,7 @@ def measure(name: str, settings: list[str], seeds: int, text: list[str], yardsti
     }
 
 
-def main(config: DictConfig) -> None:
+def main(config: QualityConfig) -> None:
     """Prints the table and one JSON line. Raises UserError where the yardstick cannot be trained."""
     if config.seeds < 1:
         raise UserError(f"seeds is {config.seeds}, but must be at least 1.")

@@ -34,10 +34,11 @@ from configs.cli import refuse_arguments
 from configs.entry_point import entry_point
 from data.config import TokenizerConfig
 from data.tokenizer import build_tokenizer
-from model.config import GPTConfig, SamplingConfig
+from model.config import GPTConfig
 from model.gpt import GPT
 from model.kernels.onednn import has_onednn, onednn_is_faster, onednn_linear
 from model.layers import Linear
+from sampling.config import SamplingConfig
 from sampling.decoder import Decoder
 from sampling.fast_copy import packed, small_matrix
 from sampling.kv_cache import BatchedKVCache, KVCache

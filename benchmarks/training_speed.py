@@ -20,18 +20,17 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from omegaconf import DictConfig
 from torch import Tensor
 
 from benchmarks.hugging_face import hugging_face_gpt2, refuse_without_transformers
 from benchmarks.machine import machine
 from configs.cli import compose
 from configs.entry_point import entry_point
-from configs.schema import build
+from configs.schema import TrainingSpeedConfig
 from model.config import GPTConfig
 from model.flops import step_flops
 from model.gpt import GPT
@@ -72,8 +71,8 @@ class Case:
 def cases(vocab_size: int) -> list[Case]:
     """The default run, and two that Hugging Face's model can do too."""
     train = compose("train", [])
-    default = build(GPTConfig, train.model, vocab_size=vocab_size)
-    optimizer, batch_size = build(OptimizerConfig, train.optimizer), train.data.batch_size
+    default = replace(train.model, vocab_size=vocab_size)
+    optimizer, batch_size = train.optimizer, train.data.batch_size
     first = [Case("default", default, optimizer, batch_size)]
     if has_bf16_units():
         first.append(Case("its bfloat16", default, optimizer, batch_size, BF16_MATMUL))
@@ -231,7 +230,7 @@ def measure(case: Case, against: bool, compiled: bool) -> dict[str, float]:
     return found
 
 
-def main(config: DictConfig) -> None:
+def main(config: TrainingSpeedConfig) -> None:
     """Prints what was measured, beside what is promised, and one JSON line. Raises UserError."""
     refuse_without_transformers()
     torch.manual_seed(0)

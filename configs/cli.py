@@ -1,14 +1,15 @@
-"""From the command line to a config, and from any mistake of the user to one line."""
+"""From the command line to a typed config, and from any mistake of the user to one line."""
 
 import dataclasses
 import difflib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -20,20 +21,21 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs import schema
+from configs.saved_config import escaped, with_saved_config
 from system.errors import UserError
 from system.files import expand_user
 from system.interrupts import comes_from_ctrl_c
 from system.memory import is_out_of_memory
 from system.streams import handle_failing_output, print_error
+from training.config import RunConfig, SweepJob, keys_of
 from training.ranks import launcher, repeats_first, started_by_us
-from training.run_dir import escaped, remove, swept_settings
+from training.run_dir import remove
 
 CONFIG_DIR = Path(__file__).resolve().parent
 # Of Hydra's own settings a run may choose how a sweep goes; the rest would move or run things behind our back.
 HYDRA_KEYS = ("hydra.mode", "hydra.sweeper", "hydra/sweeper", "hydra.launcher", "hydra/launcher", "hydra.verbose")
 # Hydra's flags that read a file which names what to run: a pickle, or YAML with _target_.
 REFUSED_FLAGS = ("config_name", "config_path", "config_dir", "experimental_rerun")
-PROMPT_BYTES = 64 << 20
 # What takes a program's memory.
 TO_LOWER = {
     "train": "data.batch_size, model.context_length, model.num_layers or model.d_model",
@@ -54,8 +56,8 @@ LITERAL_KEYS = ("prompt", "stop", "token", *PATH_KEYS)
 YES, NO = ("true", "yes", "on", "y", "1"), ("false", "no", "off", "n", "0")
 
 
-def run(task: Callable[[DictConfig], None], config_name: str) -> None:
-    """Composes the config, runs the task (once, or once a job of a sweep), and ends the process on an error."""
+def run(task: Callable[[Any], None], config_name: str) -> None:
+    """Builds the config, runs the task (once, or once a job of a sweep), and ends the process on an error."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come through to us, instead of being printed by Hydra
     with one_line_errors(config_name):
         schema.register()
@@ -76,7 +78,7 @@ def run(task: Callable[[DictConfig], None], config_name: str) -> None:
                 refuse_unknown_or_missing(config, config_name)
                 refuse_sweep_of_launcher()
                 resolve_paths(config)
-                task(config)
+                task(run_config(config))
 
         try:
             job()
@@ -130,18 +132,64 @@ def refuse_sweep_of_launcher() -> None:
         )
 
 
-def compose(config_name: str, overrides: list[str]) -> DictConfig:
-    """The config alone, without Hydra's run directory or sweeps. Raises UserError."""
+def swept_settings() -> list[str]:
+    """The settings of this run of a sweep that are not the same in all of its runs."""
+    given = {argument.partition("=")[0]: argument for argument in sys.argv}  # as typed: the same in all
+    return [text for text in HydraConfig.get().overrides.task if given.get(text.partition("=")[0]) != text]
+
+
+def run_config(config: DictConfig) -> RunConfig:
+    """The typed config of a run, from what Hydra composed; that of a resumed run is made of its config.yaml.
+
+    Raises UserError for values that cannot work.
+    """
+    hydra_config, sweep_job = HydraConfig.get(), None
+    if hydra_config.mode == RunMode.MULTIRUN:
+        sweep_job = SweepJob(Path(hydra_config.sweep.dir), hydra_config.job.num, ",".join(swept_settings()))
+        if config.resume not in (None, "false"):
+            raise UserError("resume goes on with one run, so there is nothing to sweep over. Leave out -m.")
+    overrides = tuple(hydra_config.overrides.task)
+    config, resumed = with_saved_config(config, keys_of(overrides))
+    return typed(config, "train", overrides, sweep_job=sweep_job, resumed=resumed)
+
+
+def typed(config: DictConfig, config_name: str, overrides: Sequence[str], **derived: Any) -> Any:
+    """The composed config as the frozen dataclass that a program takes. Raises UserError for values that cannot work.
+
+    Args:
+        overrides: the settings of the command line, as Hydra takes them.
+        derived: fields that are no keys.
+    """
+    root = schema.ROOTS[config_name]
+    names = [field.name for field in dataclasses.fields(root)]
+    if "overrides" in names:
+        derived["overrides"] = tuple(overrides)
+    if "given_keys" in names:
+        derived["given_keys"] = given_keys(config, config_name, keys_of(overrides))
+    return schema.build(root, config, **derived)
+
+
+def given_keys(config: DictConfig, config_name: str, overridden: frozenset[str]) -> frozenset[str]:
+    """Keys that the command line gives, or a file that it chooses gives another value than the default."""
+    if not overridden & {*schema.GROUPS, "experiment"}:
+        return overridden
+    default = OmegaConf.to_container(hydra.compose(config_name, []), resolve=True)
+    ours, default = _flat(OmegaConf.to_container(config, resolve=True)), _flat(default)
+    return overridden.union(key for key in ours if key not in default or ours[key] != default[key])
+
+
+def compose(config_name: str, overrides: list[str]) -> Any:
+    """The typed config alone, without Hydra's run directory or sweeps. Raises UserError."""
     schema.register()
     overrides = [as_literal(override, config_name) for override in overrides]
-    try:
-        with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+    with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        try:
             config = hydra.compose(config_name, overrides)
-    except Exception as error:  # of what kind, Hydra does not promise
-        raise UserError(explain(error, config_name)) from error
-    refuse_unknown_or_missing(config, config_name)
-    resolve_paths(config)
-    return config
+        except Exception as error:  # of what kind, Hydra does not promise
+            raise UserError(explain(error, config_name)) from error
+        refuse_unknown_or_missing(config, config_name)
+        resolve_paths(config)
+        return typed(config, config_name, overrides)
 
 
 def resolve_paths(config: DictConfig) -> None:
@@ -170,32 +218,6 @@ def refuse_arguments(arguments: list[str]) -> None:
     """Raises UserError where there are any, for a program without settings."""
     if arguments:
         raise UserError(f"{quoted(arguments[0])} is given, but this program has no settings. Leave it out.")
-
-
-def read_prompt(config: DictConfig) -> str:
-    """The prompt's text: given, from a file, or from standard input. Raises UserError."""
-    if config.prompt is not None and config.prompt_file is not None:
-        raise UserError("prompt and prompt_file are both given. Leave one out.")
-    if config.prompt_file is None:
-        return config.prompt or ""
-    name = config.prompt_file
-    try:
-        with nullcontext(sys.stdin.buffer) if name == "-" else open(name, "rb") as file:
-            content = file.read(PROMPT_BYTES + 1)
-        if len(content) > PROMPT_BYTES:
-            raise UserError(f"prompt_file {name} has more than {PROMPT_BYTES >> 20} MB. Give a shorter text.")
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"prompt_file {name} is not UTF-8 at byte {error.start}. Convert it to UTF-8.") from error
-    except OSError as error:
-        raise UserError(f"prompt_file {name} cannot be read: {error.strerror}. Give a text file, or - .") from error
-
-
-def refuse_other_endings(config: DictConfig, endings: dict[str, str]) -> None:
-    """Raises UserError for a path whose name does not say what is going to be in the file, such as {"png": ".png"}."""
-    for key, ending in endings.items():
-        if config[key] is not None and not config[key].endswith(ending):
-            raise UserError(f"{key} is {config[key]!r}, but must end in {ending}.")
 
 
 def flags_first(arguments: list[str], config_name: str) -> list[str]:
@@ -336,12 +358,12 @@ def explain(error: Exception, config_name: str) -> str:
 
 def refuse_unknown_or_missing(config: DictConfig, config_name: str) -> None:
     """Raises UserError for a key that Hydra let in because of a leading +, or that ~key or key=??? took away."""
-    known = [f.name for f in dataclasses.fields(schema.ROOTS[config_name])]
+    known = schema.keys_of(schema.ROOTS[config_name])
     for key in config:
         if key not in known:
             raise UserError(unknown_key(str(key), config_name))
     missing = {key for key in known if key not in config} | OmegaConf.missing_keys(config)
-    for key in sorted(missing - {"model.vocab_size"}):  # which comes from the tokenizer
+    for key in sorted(missing):
         raise UserError(f"{key} has no value. Give one, or leave it out for the default.")
 
 
@@ -364,19 +386,21 @@ def how_to_set(config_name: str) -> str:
 def default_config(config_name: str) -> dict:
     """The config without any settings, as plain values."""
     GlobalHydra.instance().clear()  # a run that failed may have left it in use
-    return OmegaConf.to_container(compose(config_name, []))
+    schema.register()
+    with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        return OmegaConf.to_container(hydra.compose(config_name, []))
 
 
 def known_keys(config_name: str) -> list[str]:
-    """Every dotted key of the default config."""
-    config = default_config(config_name)
-    keys: list[str] = []
+    """Every dotted key of the default config, and every group."""
+    return list(_flat(default_config(config_name)))
 
-    def walk(node: dict, prefix: str) -> None:
-        for name, value in node.items():
-            keys.append(prefix + name)
-            if isinstance(value, dict):
-                walk(value, f"{prefix}{name}.")
 
-    walk(config, "")
-    return keys
+def _flat(config: dict, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value, for the groups too."""
+    flat = {}
+    for name, value in config.items():
+        flat[prefix + name] = value
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+    return flat

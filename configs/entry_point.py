@@ -15,10 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from system.streams import handle_failing_output, open_closed_streams, use_utf8
+from system.version import VERSION
 
 open_closed_streams()
-
-VERSION = "0.1.0"
 
 
 def entry_point(main: Callable[[Any], None], config_name: str | None = None, sweeps: bool = False) -> None:

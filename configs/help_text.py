@@ -5,11 +5,9 @@ import inspect
 import re
 from itertools import pairwise
 
-from omegaconf import MISSING
-
 from configs.cli import CONFIG_DIR, default_config
 from configs.schema import CONFIG_CLASSES, GROUPS
-from model.config import SamplingConfig
+from sampling.config import SamplingConfig
 
 
 def help_text(description: str, config_name: str | None) -> str:
@@ -49,7 +47,7 @@ def _described(values: dict, config_class: type | None) -> list[str]:
     meanings = _meanings(config_class) if config_class else {}
     lines = []
     for key, value in values.items():
-        if value == MISSING:  # not for the user to give
+        if key == "model.vocab_size" and value is None:  # not for the user to give
             continue
         lines.append(f"  {key}={'null' if value is None else value}")
         lines += [f"      {line.strip()}" for line in meanings.get(key.rpartition(".")[2], "").splitlines()]

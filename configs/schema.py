@@ -1,162 +1,119 @@
-"""Which keys a config has, of which type; Hydra refuses all others.
+"""Which keys a config has, of which type; Hydra refuses all others. And the way from them to typed configs.
 
-Defaults and types of the groups model, data, tokenizer and optimizer are those of the dataclasses in
-model/ and data/. What a run or a sample is made of beside them has its types here and its values in
-configs/train.yaml and configs/sample.yaml.
+Keys and types are those of the dataclasses: of each program one, with the groups model, data, tokenizer and optimizer
+in it. Defaults of the groups are in the dataclasses too, all others in configs/train.yaml, configs/sample.yaml and so
+on.
 """
 
 import dataclasses
 import difflib
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, TypeVar, get_type_hints
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 
+from analysis.config import InspectConfig, LessonsConfig
 from data.config import DataConfig, TokenizerConfig
-from model.config import GPTConfig, SamplingConfig
+from model.config import GPTConfig
+from sampling.config import SampleConfig
 from system.errors import UserError
-from training.config import OptimizerConfig
+from training.config import OptimizerConfig, RunConfig
 from training.run_dir import new_sweep_dir
 
 T = TypeVar("T")
 
-
-def _thawed(config_class: type) -> type:
-    """The same dataclass, not frozen: Hydra could not override a frozen one."""
-    types = get_type_hints(config_class)
-    return make_dataclass(
-        config_class.__name__,
-        [
-            (f.name, types[f.name], field(default=MISSING if f.default is dataclasses.MISSING else f.default))
-            for f in dataclasses.fields(config_class)
-        ],
-    )
+# The benchmarks' own, which are above this room.
 
 
-@dataclass
-class TrainSchema:
-    """Keys of configs/train.yaml."""
+@dataclass(frozen=True)
+class ContextCostConfig:
+    """All of a call of benchmarks.context_cost."""
 
-    model: Any = MISSING
-    data: Any = MISSING
-    tokenizer: Any = MISSING
-    optimizer: Any = MISSING
-    trainer: Any = MISSING
-    budget: Any = MISSING
-    seed: int = MISSING
-    compile: str = MISSING
-    validations: int = MISSING
-    runs_dir: str = MISSING
-    resume: str | None = MISSING
-    init_from: str | None = MISSING
+    model: GPTConfig
+    optimizer: OptimizerConfig
+    lengths: list[int]
+    tokens_per_batch: int
+    seconds: float
+    memory_mb: float | None
+    png: str | None
+    logdir: str | None
+    device: str
+    seed: int
 
 
-@dataclass
-class SampleSchema(_thawed(SamplingConfig)):
-    """Keys of configs/sample.yaml: how tokens are drawn, and these."""
+@dataclass(frozen=True)
+class AttentionSpeedConfig:
+    """All of a call of benchmarks.attention_speed."""
 
-    prompt: str | None = MISSING
-    prompt_file: str | None = MISSING
-    checkpoint: str | None = MISSING
-    export: str | None = MISSING
-    mode: str = MISSING
-    format: str = MISSING
-    device: str = MISSING
-    runs_dir: str = MISSING
+    lengths: list[int]
+    tokens_per_batch: int
+    device: str
 
 
-@dataclass
-class SeeSchema:
-    """Keys of configs/see.yaml."""
+@dataclass(frozen=True)
+class TrainingSpeedConfig:
+    """All of a call of benchmarks.training_speed."""
 
-    model: Any = MISSING
-    prompt: str | None = MISSING
-    prompt_file: str | None = MISSING
-    checkpoint: str | None = MISSING
-    untrained: bool = MISSING
-    layer: int = MISSING
-    head: int = MISSING
-    token: str | None = MISSING
-    png: str | None = MISSING
-    html: str | None = MISSING
-    runs_dir: str = MISSING
+    vocab_size: int
+    compiled: bool
+    keep_memory: bool
 
 
-@dataclass
-class LessonsSchema:
-    """Keys of configs/lessons.yaml."""
+@dataclass(frozen=True)
+class KernelsConfig:
+    """All of a call of benchmarks.kernels."""
 
-    lengths: list[int] = MISSING
-    num_layers: int = MISSING
-    num_heads: int = MISSING
-
-
-@dataclass
-class ContextCostSchema:
-    """Keys of configs/context_cost.yaml."""
-
-    model: Any = MISSING
-    optimizer: Any = MISSING
-    lengths: list[int] = MISSING
-    tokens_per_batch: int = MISSING
-    seconds: float = MISSING
-    memory_mb: float | None = MISSING
-    png: str | None = MISSING
-    logdir: str | None = MISSING
-    device: str = MISSING
-    seed: int = MISSING
+    vocab_size: int
+    pairs: int
+    keep_memory: bool
 
 
-@dataclass
-class AttentionSpeedSchema:
-    """Keys of configs/attention_speed.yaml."""
+@dataclass(frozen=True)
+class QualityConfig:
+    """All of a call of benchmarks.quality."""
 
-    lengths: list[int] = MISSING
-    tokens_per_batch: int = MISSING
-    device: str = MISSING
-
-
-@dataclass
-class TrainingSpeedSchema:
-    """Keys of configs/training_speed.yaml."""
-
-    vocab_size: int = MISSING
-    compiled: bool = MISSING
-    keep_memory: bool = MISSING
-
-
-@dataclass
-class KernelsSchema:
-    """Keys of configs/kernels.yaml."""
-
-    vocab_size: int = MISSING
-    pairs: int = MISSING
-    keep_memory: bool = MISSING
-
-
-@dataclass
-class QualitySchema:
-    """Keys of configs/quality.yaml."""
-
-    seeds: int = MISSING
-    budgets: list[str] = MISSING
-    corpus: str | None = MISSING
+    seeds: int
+    budgets: list[str]
+    corpus: str | None
 
 
 CONFIG_CLASSES = {"model": GPTConfig, "data": DataConfig, "tokenizer": TokenizerConfig, "optimizer": OptimizerConfig}
 GROUPS = (*CONFIG_CLASSES, "trainer")
 ROOTS = {
-    "train": TrainSchema,
-    "sample": SampleSchema,
-    "see": SeeSchema,
-    "lessons": LessonsSchema,
-    "context_cost": ContextCostSchema,
-    "attention_speed": AttentionSpeedSchema,
-    "training_speed": TrainingSpeedSchema,
-    "kernels": KernelsSchema,
-    "quality": QualitySchema,
+    "train": RunConfig,
+    "sample": SampleConfig,
+    "see": InspectConfig,
+    "lessons": LessonsConfig,
+    "context_cost": ContextCostConfig,
+    "attention_speed": AttentionSpeedConfig,
+    "training_speed": TrainingSpeedConfig,
+    "kernels": KernelsConfig,
+    "quality": QualityConfig,
 }
+
+
+def keys_of(root: type) -> list[str]:
+    """The top-level keys of a program's config. Other fields are filled in from where the config comes from."""
+    derived = (*getattr(root, "NOT_KEYS", ()), "given_keys")
+    return [f.name for f in fields(root) if f.name not in derived]
+
+
+def _schema_of(config_class: type) -> type:
+    """A dataclass with the same keys that Hydra can fill in: not frozen, and a group can be any file's content."""
+    types = get_type_hints(config_class)
+    return make_dataclass(
+        config_class.__name__,
+        [
+            (
+                f.name,
+                Any if f.name in GROUPS else types[f.name],
+                field(default=MISSING if f.default is dataclasses.MISSING else f.default),
+            )
+            for f in fields(config_class)
+            if f.name in keys_of(config_class)
+        ],
+    )
 
 
 def register(only_shown: bool = False) -> None:
@@ -170,23 +127,30 @@ def register(only_shown: bool = False) -> None:
     OmegaConf.register_new_resolver("three_question_marks", lambda: "???", replace=True)
     store = ConfigStore.instance().store
     for name, root in ROOTS.items():
-        store(name=f"{name}_schema", node=root)
+        store(name=f"{name}_schema", node=_schema_of(root))
     for group, config_class in CONFIG_CLASSES.items():
-        store(name=f"{group}_schema", node=_thawed(config_class))
+        store(name=f"{group}_schema", node=_schema_of(config_class))
     # Lightning's options are Lightning's to know: any key passes here, training/trainer.py refuses unknown ones.
     store(name="trainer_schema", node=OmegaConf.create({}, flags={"struct": False}))
 
 
 def build(config_class: type[T], node: DictConfig, **derived: Any) -> T:
-    """The dataclass behind a group of the config; `derived` fills fields the config leaves open.
+    """The dataclass behind a config, with those of its groups; `derived` fills fields that are no keys.
 
     Raises UserError for a key the dataclass does not have, and (from the dataclass) for values that cannot work.
     """
-    names = [f.name for f in dataclasses.fields(config_class)]
+    names = keys_of(config_class)
     for key in node:
         if key not in names:
             near = difflib.get_close_matches(str(key), names, n=3)
             mend = f"Did you mean {' or '.join(near)}?" if near else f"It has: {', '.join(names)}."
             raise UserError(f"{key} is no key of {config_class.__name__}. {mend}")
-    values = {key: node[key] for key in node if not OmegaConf.is_missing(node, key)}
-    return config_class(**{**values, **derived})
+    values = {}
+    for key in node:
+        value = node[key]
+        if key in CONFIG_CLASSES and config_class in ROOTS.values():
+            value = build(CONFIG_CLASSES[key], value)
+        elif isinstance(value, (DictConfig, ListConfig)):
+            value = OmegaConf.to_container(value, resolve=True)
+        values[key] = value
+    return config_class(**values, **derived)

@@ -1,6 +1,5 @@
-"""Every default of the network and its sampling, once. Needs no torch."""
+"""Every default of the network, once. Needs no torch."""
 
-import json
 import math
 from dataclasses import dataclass, fields
 
@@ -19,8 +18,8 @@ class GPTConfig:
     fields: see configs/model/llama.yaml, nanochat.yaml and tiny.yaml.
     """
 
-    vocab_size: int
-    """Number of tokens the model knows. Comes from the tokenizer."""
+    vocab_size: int | None = None
+    """Number of tokens the model knows. None: the tokenizer decides."""
     context_length: int = 64
     """Tokens the model sees at once."""
     num_layers: int = 2
@@ -162,67 +161,3 @@ def check_heads(d_model: int, num_heads: int, num_kv_heads: int, even: bool = Fa
 def _divisors(number: int) -> list[int]:
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
-
-
-@dataclass(frozen=True)
-class SamplingConfig:
-    """How the next token is drawn."""
-
-    max_new_tokens: int = 300
-    """Tokens to write."""
-    num_samples: int = 1
-    """Texts to write, each a continuation of the prompt."""
-    seed: int = 0
-    """The n-th sample depends on the seed and n alone."""
-    temperature: float = 0.8
-    """Above 1 more daring, below 1 safer; 0 always takes the likeliest token."""
-    top_k: int | None = None
-    """Draw among the k likeliest tokens only. None or 0: among all."""
-    top_p: float | None = None
-    """Draw among the likeliest tokens that together reach this probability only. None or 1: among all."""
-    min_p: float | None = None
-    """Draw among tokens at least this share as likely as the likeliest only. None or 0: among all."""
-    repetition_penalty: float = 1.0
-    """Above 1, tokens in view become less likely: their logits are divided by this, negative ones multiplied."""
-    stop: str | None = None
-    """Where this text comes up, writing ends, before it. Several: a JSON list, as in ["\\n\\n", "HAMLET."]."""
-
-    def __post_init__(self):
-        """Refuses what cannot work. Raises UserError."""
-        for name in ("max_new_tokens", "num_samples"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}, but must be at least 1.")
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"seed is {self.seed}, but must be a whole number from 0 to {2**32 - 1}.")
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature is {self.temperature}, but must be 0 (greedy) or above.")
-        if self.top_k is not None and self.top_k < 0:
-            raise UserError(f"top_k is {self.top_k}, but must be 0 (off) or the number of tokens to draw among.")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"top_p is {self.top_p}, but must be above 0 and at most 1 (off).")
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise UserError(f"min_p is {self.min_p}, but must be from 0 (off) to 1 (only the likeliest).")
-        if not 1e-6 <= self.repetition_penalty <= 1e6:  # beyond, logits would overflow
-            raise UserError(
-                f"repetition_penalty is {self.repetition_penalty}, but must be above 0, from 1e-6 to 1e6; 1 is off, "
-                "1.2 is much."
-            )
-        self.stop_sequences  # noqa: B018 -- looked at here to be refused here
-
-    @property
-    def filters(self) -> bool:
-        """Whether top_k, top_p or min_p is on."""
-        return bool(self.top_k or self.min_p or (self.top_p or 1) < 1)
-
-    @property
-    def stop_sequences(self) -> list[str]:
-        """The texts at which writing ends. Raises UserError for what begins like a list but is none of texts."""
-        if not (self.stop or "").startswith("["):
-            return [self.stop] if self.stop else []
-        try:
-            stops = json.loads(self.stop)
-        except json.JSONDecodeError:
-            stops = None
-        if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
-            raise UserError(f'stop is {self.stop}, but must be a text, or a JSON list of texts: ["\\n\\n", "["].')
-        return stops

@@ -87,6 +87,8 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
+        if config.vocab_size is None:
+            raise ValueError("a network needs its vocab_size: dataclasses.replace(config, vocab_size=...)")
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.bigram_embedding = None

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.config import SamplingConfig
 from model.gpt import GPT
+from sampling.config import SamplingConfig
 from sampling.decoder import Decoder, context_shift, evaluating
 
 

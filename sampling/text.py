@@ -9,7 +9,7 @@ import torch
 
 from checkpoint.checkpoint import Checkpoint
 from data.tokenizer import StreamingDetokenizer, encode
-from model.config import SamplingConfig
+from sampling.config import SamplingConfig
 from sampling.decoder import Decoder
 from sampling.sampler import generate_batch, log_probabilities, token_logprobs
 from system.errors import UserError

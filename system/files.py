@@ -2,12 +2,15 @@
 
 import os
 import secrets
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from system.errors import UserError
+
+PROMPT_BYTES = 64 << 20
 
 
 @contextmanager
@@ -65,3 +68,36 @@ def expand_user(path: str) -> str:
     if expanded.startswith("~") and not os.path.lexists(path):
         raise UserError(f"{path.partition('/')[0]!r} is nobody's home directory here. Give the whole path.")
     return expanded
+
+
+def shown(path: Path) -> Path:
+    """The path, from the working directory if it lies below it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
+    """The prompt's text: given, from a file, or from standard input. Raises UserError."""
+    if prompt is not None and prompt_file is not None:
+        raise UserError("prompt and prompt_file are both given. Leave one out.")
+    if prompt_file is None:
+        return prompt or ""
+    try:
+        with nullcontext(sys.stdin.buffer) if prompt_file == "-" else open(prompt_file, "rb") as file:
+            content = file.read(PROMPT_BYTES + 1)
+        if len(content) > PROMPT_BYTES:
+            raise UserError(f"prompt_file {prompt_file} has more than {PROMPT_BYTES >> 20} MB. Give a shorter text.")
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"prompt_file {prompt_file} is not UTF-8 at byte {error.start}. Convert it to UTF-8."
+        ) from error
+    except OSError as error:
+        raise UserError(
+            f"prompt_file {prompt_file} cannot be read: {error.strerror}. Give a text file, or - ."
+        ) from error
+
+
+def check_suffix(key: str, path: str | None, suffix: str) -> None:
+    """Raises UserError for a path, if there is one, whose name does not say what is going to be in the file."""
+    if path is not None and not path.endswith(suffix):
+        raise UserError(f"{key} is {path!r}, but must end in {suffix}.")

@@ -25,9 +25,9 @@ from hydra.core.global_hydra import GlobalHydra
 import sample
 import train
 from configs.entry_point import entry_point
+from system.process import job_start
 from training import ranks
 from training.checkpointing import StopOnSignal
-from training.run_dir import job_start
 
 # Tiny tensors gain nothing from a second thread, and several test processes would fight over the cores.
 torch.set_num_threads(1)
@@ -244,6 +244,7 @@ def clock(monkeypatch) -> FakeClock:
     """The clock of runs in this process: their times are the same on every machine."""
     import analysis.attention_plot as attention_plot
     import training.setup as setup
+    import training.summary as summary
     from training.lightning_module import GPTLightning
 
     clock = FakeClock()
@@ -255,7 +256,7 @@ def clock(monkeypatch) -> FakeClock:
         (GPTLightning, "training_step", "step"),
         (GPTLightning, "validation_step", "validation_batch"),
         (attention_plot, "draw_attention", "pictures"),
-        (train, "figures", "exit"),  # of summary.json, which has the seconds
+        (summary, "figures", "exit"),  # of summary.json, which has the seconds
     ):
         monkeypatch.setattr(owner, function, clock.taken_by(getattr(owner, function), seconds))
     return clock

@@ -7,13 +7,13 @@ import pytest
 import torch
 import yaml
 from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
 
 from configs import schema
-from configs.cli import CONFIG_DIR, compose
+from configs.cli import CONFIG_DIR, compose, default_config
 from data.config import DataConfig, TokenizerConfig
-from model.config import GPTConfig, SamplingConfig
+from model.config import GPTConfig
 from model.gpt import GPT
+from sampling.config import SamplingConfig
 from training.config import OptimizerConfig
 from training.optim import build_optimizer
 from training.trainer import resolve
@@ -27,24 +27,22 @@ EXPERIMENTS = [name for group, name in CHOICES if group == "experiment"]
 def built(overrides):
     """All that a run builds from its config, without text: on the meta device, so that size costs nothing."""
     config = compose("train", overrides)
-    for group, config_class in GROUPS.items():
-        derived = {"vocab_size": 1000} if group == "model" else {}
-        yield schema.build(config_class, config[group], **derived)
-    resolve(OmegaConf.to_container(config.trainer, resolve=True))
+    resolve(config.trainer)
+    return config
 
 
 @pytest.mark.parametrize(("group", "name"), CHOICES, ids=lambda value: value)
 def test_every_file_composes_and_builds(group, name):
-    model, *_, optimizer = built([f"{group}={name}"])
+    config = built([f"{group}={name}"])
     with torch.device("meta"):
-        network = GPT(model)
-    assert len(build_optimizer(network, optimizer).param_groups) >= 1
+        network = GPT(dataclasses.replace(config.model, vocab_size=1000))
+    assert len(build_optimizer(network, config.optimizer).param_groups) >= 1
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 @pytest.mark.parametrize("more", [["model=llama"], ["optimizer=adamw", "tokenizer=byte"], ["seed=3"]])
 def test_every_recipe_takes_changes(name, more):
-    assert list(built([f"experiment={name}", *more]))
+    assert built([f"experiment={name}", *more])
     for override in more:
         key, value = override.split("=")
         if key == "seed":
@@ -54,7 +52,7 @@ def test_every_recipe_takes_changes(name, more):
 def test_sample_composes_with_the_defaults_of_its_dataclass():
     config = compose("sample", [])
     for field in dataclasses.fields(SamplingConfig):
-        assert config[field.name] == field.default
+        assert getattr(config, field.name) == field.default
 
 
 @pytest.mark.parametrize(
@@ -63,12 +61,11 @@ def test_sample_composes_with_the_defaults_of_its_dataclass():
 def test_file_states_only_what_differs_from_the_defaults(group, name):
     content = yaml.safe_load((CONFIG_DIR / group / f"{name}.yaml").read_text(encoding="utf-8"))
     starts_from = content.pop("defaults")[0]  # the dataclass's own defaults, or another choice of the group
-    if starts_from.startswith("/"):
+    if starts_from == f"/{group}_schema@_here_":
         defaults = {field.name: field.default for field in dataclasses.fields(GROUPS[group])}
     else:
         assert (group, starts_from) in CHOICES
-        node = compose("train", [f"{group}={starts_from}"])[group]
-        defaults = {key: None if OmegaConf.is_missing(node, key) else node[key] for key in node}
+        defaults = compose("train", [f"{group}={starts_from}"]).values()[group]
     chosen = {"kind", "name"}  # says which choice this is, also where it is the default one
     assert {key for key, value in content.items() if defaults[key] == value and key not in chosen} == set()
 
@@ -79,17 +76,14 @@ def test_keys_of_a_group_are_the_fields_of_its_dataclass(group):
     node = ConfigStore.instance().load(f"{group}_schema.yaml").node
     assert list(node) == [field.name for field in dataclasses.fields(GROUPS[group])]
     for field in dataclasses.fields(GROUPS[group]):
-        if field.default is dataclasses.MISSING:
-            assert OmegaConf.is_missing(node, field.name)
-        else:
-            assert node[field.name] == field.default
+        assert node[field.name] == field.default
 
 
 @pytest.mark.parametrize("script", ["train", "sample"])
 def test_file_of_a_script_gives_every_key_of_its_schema_a_value(script):
-    config = compose(script, [])
-    assert {key for key in config if OmegaConf.is_missing(config, key)} == set()
-    assert set(config) == {field.name for field in dataclasses.fields(schema.ROOTS[script])}
+    config = default_config(script)
+    assert "???" not in config.values()
+    assert list(config) == schema.keys_of(schema.ROOTS[script])
 
 
 @pytest.mark.parametrize("script", ["train", "sample"])

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from configs.cli import one_line, quoted
-from configs.entry_point import VERSION
 from system.memory import is_out_of_memory
 from system.text import escape_control_chars, escape_json, escape_line
+from system.version import VERSION
 
 PROJECT = Path(__file__).resolve().parents[1]
 PROGRAMS = sorted(

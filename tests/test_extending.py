@@ -8,9 +8,9 @@ from torch.testing import assert_close
 
 import model.attention
 import model.gpt
-from model.config import SamplingConfig
 from model.gpt import GPT, Block
 from sampling import decoder
+from sampling.config import SamplingConfig
 from sampling.sampler import generate
 from tests.conftest import PROJECT
 from tests.test_gpt import FAMILIES, family

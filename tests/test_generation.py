@@ -17,8 +17,9 @@ from transformers import (
 
 from data.config import TokenizerConfig
 from data.tokenizer import build_tokenizer
-from model.config import GPTConfig, SamplingConfig
+from model.config import GPTConfig
 from model.gpt import GPT
+from sampling.config import SamplingConfig
 from sampling.decoder import Decoder, context_shift
 from sampling.sampler import generate, generate_batch, log_probabilities, probabilities, token_logprobs
 from sampling.text import CompletionStream

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from configs import schema
 from configs.cli import compose
 from data.config import TokenizerConfig
 from data.corpus import Corpus, find_files
@@ -27,7 +27,7 @@ TINY = {"vocab_size": 50, "context_length": 12, "num_layers": 3, "num_heads": 4,
 
 def family(name: str, **fields) -> GPTConfig:
     """The config of configs/model/<name>.yaml, with some fields changed."""
-    return schema.build(GPTConfig, compose("train", [f"model={name}"]).model, **{"vocab_size": 1024, **fields})
+    return replace(compose("train", [f"model={name}"]).model, **{"vocab_size": 1024, **fields})
 
 
 def network(config: GPTConfig) -> GPT:

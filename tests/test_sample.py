@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,13 @@ import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from checkpoint.checkpoint import NETWORK_PREFIX, find_checkpoint, gpt_entry, load_checkpoint
-from configs import schema
 from configs.cli import compose
 from data.config import TokenizerConfig
 from data.tokenizer import build_tokenizer
-from model.config import GPTConfig, SamplingConfig
+from model.config import GPTConfig
 from model.gpt import GPT
 from sample import pick_device
+from sampling.config import SamplingConfig
 from sampling.sampler import generate, probabilities
 from sampling.text import generate_text, score_text
 from system.errors import UserError
@@ -363,7 +364,7 @@ def test_every_family_writes_the_same_from_its_checkpoint(name, tmp_path):
     torch.manual_seed(0)
     tokenizer = build_tokenizer(TokenizerConfig(kind="byte"), None, tmp_path)
     sizes = {"vocab_size": tokenizer.n_vocab, "context_length": 16, "d_model": 32}
-    network = GPT(schema.build(GPTConfig, compose("train", [f"model={name}"]).model, **sizes))
+    network = GPT(replace(compose("train", [f"model={name}"]).model, **sizes))
     for parameter in network.parameters():  # some start at zero
         torch.nn.init.normal_(parameter, std=0.3)
     entry = gpt_entry(network.config, tokenizer, 0, {"nats_per_token": 1.0, "bits_per_byte": 1.0})

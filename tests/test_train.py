@@ -11,13 +11,13 @@ import tiktoken
 import torch
 import torch.nn.functional as F
 
-import train
 from checkpoint.checkpoint import find_checkpoint, load_checkpoint
 from model.config import GPTConfig
 from model.gpt import GPT
 from system.errors import UserError
 from training.callbacks import Progress
 from training.lightning_module import GPTLightning
+from training.summary import conclusion
 
 
 def checkpoint_of(path):
@@ -132,11 +132,11 @@ def test_text_far_too_short_for_network_and_batch_is_warned_of_with_all_numbers(
 def test_checkpoint_no_better_than_guessing_is_called_that(tmp_path, nats, bits, said):
     summary = {"best_step": 1, "steps": 2, "seconds": 3.0, "tokens_per_second": 4.0}
     figures = {"val_nats_per_token": nats, "val_bits_per_byte": bits}
-    told = train.conclusion(summary | figures, "text", tmp_path, vocab_size=300)
+    told = conclusion(summary | figures, "text", tmp_path, vocab_size=300)
     assert f"warning: no better than a uniform guess {said}" in told
     assert "nothing was learned that helps" in told and "Train longer" in told
     figures = {"val_nats_per_token": 5.0, "val_bits_per_byte": 7.9}
-    assert "warning" not in train.conclusion(summary | figures, "text", tmp_path, vocab_size=300)
+    assert "warning" not in conclusion(summary | figures, "text", tmp_path, vocab_size=300)
 
 
 def test_printed_commands_name_the_run(tiny_run):

@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from model.attention import MultiHeadAttention
-from model.config import GPTConfig, SamplingConfig
+from model.config import GPTConfig
 from model.gpt import GPT
 from model.layers import sliding_window_attention
+from sampling.config import SamplingConfig
 from sampling.sampler import generate
 from system.errors import UserError
 

@@ -13,11 +13,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 
-from configs.cli import CONFIG_DIR
-from configs.schema import build
-from data.config import TokenizerConfig
 from data.corpus import find_files
 from data.tokenizers import TOKENIZERS
 from data.tokenizers.bpe import vocab_size_for
@@ -27,9 +23,8 @@ from model.gpt import GPT
 from model.kernels.bfloat16 import matmul_precision
 from system.errors import UserError
 from training.budget_timer import END_S, WHOLE_SHARE
-from training.config import OptimizerConfig
+from training.config import OptimizerConfig, RunConfig
 from training.optim import OPTIMIZERS, build_optimizer
-from training.run_dir import given_keys
 from training.trainer import bounds, parse_duration
 
 DEFAULT_TIME = timedelta(seconds=90)
@@ -67,7 +62,7 @@ REFERENCE = GPTConfig(vocab_size=2048, positions="rope", norm="rmsnorm", norm_af
 REFERENCE_BATCH, REFERENCE_STEPS = 24, 8
 
 
-def time_allowed(config: DictConfig) -> timedelta | None:
+def time_allowed(config: RunConfig) -> timedelta | None:
     """How long the whole command may take. None: something else ends the run.
 
     Raises UserError for a budget beside another bound, and for one that is no time.
@@ -122,7 +117,7 @@ def recipe_for(teraflops: float) -> Recipe:
 _seconds_of_first: dict[timedelta, float] = {}
 
 
-def with_recipe(config: DictConfig, budget: timedelta, spent: float, flops_per_second: float) -> tuple[DictConfig, str]:
+def with_recipe(config: RunConfig, budget: timedelta, spent: float, flops_per_second: float) -> tuple[RunConfig, str]:
     """The config with the recipe for what is left of the budget, and a line that says what was picked and why.
 
     Args:
@@ -147,51 +142,28 @@ def with_recipe(config: DictConfig, budget: timedelta, spent: float, flops_per_s
     optimizer = OPTIMIZERS[config.optimizer.name]
     rates = [f"optimizer.{key}" for key in optimizer.learning_rates if optimizer.scaled_by_budget]
     if recipe.learning_rates != 1:
-        defaults = {key: default_of(config, key) for key in rates}
+        defaults = {key: config.get(key) for key in rates}  # those that are given stay, see below
         picked |= {key: float(f"{recipe.learning_rates * rate:.6g}") for key, rate in defaults.items() if rate}
     if seconds < SECONDS_A_VALIDATION * config.validations:
         picked["validations"] = max(1, int(seconds / SECONDS_A_VALIDATION))
-    picked = {key: value for key, value in picked.items() if not is_given(config, key)}
-    if is_given(config, "model.d_model") or not works(with_values(config, picked)):
+    picked = {key: value for key, value in picked.items() if key not in config.given_keys}
+    if "model.d_model" in config.given_keys or not works(config, picked):
         for key in ("model.d_model", "model.num_heads"):  # as they are they go with each other and the rest
             picked.pop(key, None)
-    shape = with_values(config, picked).model
+    shape = config.replace_values(picked).model
     if (shape.num_layers, shape.d_model) != (recipe.num_layers, recipe.d_model):
         for key in rates:  # measured at the row's shape
             picked.pop(key, None)
-    return with_values(config, picked), (
+    return config.replace_values(picked), (
         f"budget: about {seconds:.0f} s to train at {flops_per_second / 1e9:.0f} GFLOP/s, measured; picked "
         + (" ".join(f"{key}={value}" for key, value in picked.items()) or "nothing: all is given")
     )
 
 
-def is_given(config: DictConfig, key: str) -> bool:
-    """Whether the command line gives the key, or a file that it chooses gives another value than the default."""
-    return key in given_keys() or OmegaConf.select(config, key) != default_of(config, key)
-
-
-def default_of(config: DictConfig, key: str) -> Any:
-    """What a key that can be picked is where nothing gives it."""
-    group, _, name = key.rpartition(".")
-    if group in ("", "optimizer"):
-        files = {"": "train.yaml", "optimizer": f"optimizer/{config.optimizer.name}.yaml"}
-        values = OmegaConf.load(CONFIG_DIR / files[group])
-        return values[name] if name in values else getattr(OptimizerConfig, name)
-    return getattr({"model": GPTConfig, "tokenizer": TokenizerConfig}[group], name)
-
-
-def with_values(config: DictConfig, values: dict[str, Any]) -> DictConfig:
-    """A copy with these values of dotted keys."""
-    config = OmegaConf.create(config)
-    for key, value in values.items():
-        OmegaConf.update(config, key, value)
-    return config
-
-
-def works(config: DictConfig) -> bool:
-    """Whether heads divide the width, and whatever else a network asks of its shape."""
+def works(config: RunConfig, values: dict[str, Any]) -> bool:
+    """Whether the config can have these values: heads divide the width, and whatever else a network asks."""
     try:
-        return bool(build(GPTConfig, config.model, vocab_size=1))
+        return bool(config.replace_values(values))
     except UserError:
         return False
 

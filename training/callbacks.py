@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 from analysis.head_detector import head_scores, repeated_sequences
 from data.tokenizer import token_labels
-from model.config import SamplingConfig
 from model.gpt import GPT
+from sampling.config import SamplingConfig
 from sampling.sampler import generate
 from system.checks import COUNT, SECONDS, Is, Number
 from system.memory import memory_mb, peak_memory_mb, reset_peak_memory

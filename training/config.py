@@ -1,7 +1,14 @@
-"""Every default of the optimizer, once. Needs no torch."""
+"""Everything a training run is made of, and every default of the optimizer, once. Needs no torch."""
 
+import dataclasses
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from data.config import DataConfig, TokenizerConfig
+from data.tokenizers import TOKENIZERS
+from model.config import GPTConfig
 from system.checks import check_fields, short
 from system.errors import UserError
 from training.optim import OPTIMIZERS
@@ -51,3 +58,102 @@ class OptimizerConfig:
                 f"optimizer.warmup {self.warmup} and optimizer.cooldown {self.cooldown} are shares of the run: "
                 "each at least 0, together at most 1."
             )
+
+
+@dataclass(frozen=True)
+class SweepJob:
+    """One run of a sweep."""
+
+    sweep_dir: Path
+    number: int
+    settings: str
+    """What is not the same in all of its runs, such as "model.num_heads=4"."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run that is resumed. `checkpoint` is None where it was stopped before the first one."""
+
+    run_dir: Path
+    checkpoint: Path | None
+    changes: tuple[str, ...]
+    """What the command line changes, in words."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything a run is made of. configs/cli.py builds it, once; configs/train.yaml says what each key means."""
+
+    model: GPTConfig
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    optimizer: OptimizerConfig
+    trainer: dict[str, Any]
+    """Options of Lightning's Trainer, as plain values."""
+    seed: int
+    budget: Any
+    """A time such as "5m", or "auto"; `training.budget.time_allowed` reads it."""
+    compile: str
+    validations: int
+    runs_dir: str
+    resume: str | None
+    init_from: str | None
+
+    # What follows is no key.
+    overrides: tuple[str, ...] = ()
+    """The arguments of the command line as Hydra takes them; in a sweep those of this run too."""
+    given_keys: frozenset[str] = frozenset()
+    """Those that the command line gives, or a file that it chooses gives another value than the default."""
+    sweep_job: SweepJob | None = None
+    resumed: Resumed | None = None
+
+    NOT_KEYS = ("overrides", "given_keys", "sweep_job", "resumed")
+
+    def __post_init__(self):
+        """Refuses what cannot work. Raises UserError."""
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"seed is {self.seed}, but must be a whole number from 0 to {2**32 - 1}.")
+        if self.model.vocab_size is not None:
+            raise UserError("model.vocab_size comes from the tokenizer. Set tokenizer.vocab_size in its place.")
+        kind, size = self.tokenizer.kind, self.tokenizer.vocab_size
+        registered = TOKENIZERS[kind]
+        fixed = not registered.learned and size not in (None, registered.vocab_size)
+        if fixed and "tokenizer.vocab_size" in self.overridden_keys:
+            own = f"has {registered.vocab_size} tokens" if registered.vocab_size else "has a vocabulary of its own"
+            raise UserError(
+                f"tokenizer.vocab_size is {size}, but tokenizer={kind} {own}. Leave it out, or use tokenizer=bpe alone."
+            )
+
+    @property
+    def overridden_keys(self) -> frozenset[str]:
+        """Keys and groups that the command line sets, in a sweep those of this run too."""
+        return keys_of(self.overrides)
+
+    def values(self) -> dict[str, Any]:
+        """The keys and their values, groups as dictionaries."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in self.NOT_KEYS}
+
+    def get(self, key: str) -> Any:
+        """The value of a dotted key, such as "model.d_model"; None where there is none."""
+        group, _, name = key.rpartition(".")
+        if not group:
+            return getattr(self, name)
+        owner = getattr(self, group)
+        return owner.get(name) if isinstance(owner, dict) else getattr(owner, name)
+
+    def replace_values(self, values: Mapping[str, Any]) -> "RunConfig":
+        """A copy with these values of dotted keys. Raises UserError where they cannot work together."""
+        groups: dict[str, dict[str, Any]] = {}
+        for key, value in values.items():
+            group, _, name = key.rpartition(".")
+            groups.setdefault(group, {})[name] = value
+        changed = groups.pop("", {})
+        for group, fields in groups.items():
+            owner = getattr(self, group)
+            changed[group] = owner | fields if isinstance(owner, dict) else dataclasses.replace(owner, **fields)
+        return dataclasses.replace(self, **changed)
+
+
+def keys_of(overrides: Iterable[str]) -> frozenset[str]:
+    """Keys and groups that settings such as "model=llama", "+seed=1" and "~trainer.precision" are about."""
+    return frozenset(override.lstrip("+~").partition("=")[0] for override in overrides)

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from system.errors import UserError
 from system.memory import is_out_of_memory
+from training.config import RunConfig
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -37,7 +36,7 @@ def writing_explained(run_dir: Path, how_to_go_on: str, kept: Callable[[], Any])
 
 
 @contextmanager
-def memory_explained(config: DictConfig) -> Iterator[None]:
+def memory_explained(config: RunConfig) -> Iterator[None]:
     """Raises UserError where the memory is used up."""
     try:
         yield
@@ -62,7 +61,7 @@ def cannot_write(error: OSError, run_dir: Path, how_to_go_on: str | None) -> str
     return f"{failed} Checkpoints written before are whole. {fix}, then resume with: {how_to_go_on}"
 
 
-def out_of_memory(config: DictConfig) -> str:
+def out_of_memory(config: RunConfig) -> str:
     """What takes the memory, and what to lower."""
     return (
         f"out of memory with data.batch_size={config.data.batch_size} and model.context_length="

@@ -6,7 +6,6 @@ from typing import Any
 
 import tiktoken
 from lightning.pytorch import Trainer
-from omegaconf import DictConfig, OmegaConf
 
 from checkpoint.checkpoint import (
     NOT_IN_WEIGHTS,
@@ -23,10 +22,10 @@ from model.gpt import GPT
 from system.checks import short
 from system.errors import UserError
 from system.text import counted
+from training.config import RunConfig
 from training.datamodule import TextData
 from training.progress import shares_over
-from training.resume import Resumed, refuse_other_settings
-from training.run_dir import given_keys
+from training.resume import refuse_other_settings
 from training.run_state import check_run_state
 
 
@@ -52,9 +51,9 @@ class OldWeights:
         """Optimiser steps that the run has done."""
         return self.content["global_step"] if self.goes_on else 0
 
-    def tokenizer(self) -> tiktoken.Encoding | None:
+    def tokenizer(self, config: RunConfig) -> tiktoken.Encoding | None:
         """Its tokenizer; None where the command line gives one, which then has to be the same."""
-        given = any(key.split(".")[0] == "tokenizer" for key in given_keys())
+        given = any(key.split(".")[0] == "tokenizer" for key in config.overridden_keys)
         return None if given else self.saved_tokenizer
 
     def refuse_other(self, network: GPTConfig, data: TextData) -> None:
@@ -70,7 +69,7 @@ class OldWeights:
         """Puts the weights into the network. Raises UserError where they are not all of it, or more."""
         load_weights(network, network_weights(self.content), self.path)
 
-    def refuse_reached(self, trainer: Trainer, config: DictConfig, batches_per_epoch: int, finished: bool) -> None:
+    def refuse_reached(self, trainer: Trainer, config: RunConfig, batches_per_epoch: int, finished: bool) -> None:
         """Raises UserError where a bound ends the run before there is anything left to train.
 
         A run that was stopped just at its end, and is not finished, has its last validation left to do.
@@ -97,13 +96,14 @@ class OldWeights:
             unset = " ".join(f"{key[name]}={'auto' if name == 'max_time' else -1}" for name in reached)
             fix += f", or {unset} so that {' and '.join(left)} alone ends it"
         raise UserError(
-            f"{' and '.join(f'{key[name]}={OmegaConf.select(config, key[name])}' for name in reached)} is reached: the "
+            f"{' and '.join(f'{key[name]}={config.get(key[name])}' for name in reached)} is reached: the "
             f"run has done {' and '.join(done[name] for name in reached)} already, so nothing is left to train. {fix}."
         )
 
 
-def old_weights(config: DictConfig, resumed: Resumed | None) -> OldWeights | None:
+def old_weights(config: RunConfig) -> OldWeights | None:
     """What the run begins with; None: new weights. Raises UserError for a checkpoint it cannot begin with."""
+    resumed = config.resumed
     if resumed and resumed.checkpoint:
         path, content = resumed.checkpoint, _read_state(resumed.checkpoint)
     elif config.init_from is not None:
@@ -114,24 +114,23 @@ def old_weights(config: DictConfig, resumed: Resumed | None) -> OldWeights | Non
     network, tokenizer = check_entry(content["gpt"], network_weights(content), path)
     old = OldWeights(path, content, network, tokenizer, goes_on=resumed is not None)
     if resumed:
-        refuse_other_settings(old.run.get("settings", {}), resumed)
+        refuse_other_settings(old.run.get("settings", {}), config)
     return old
 
 
-def with_network_of(old: OldWeights, config: DictConfig) -> DictConfig:
+def with_network_of(old: OldWeights, config: RunConfig) -> RunConfig:
     """The config with the network of the old weights. Raises UserError where the command line gives another."""
-    given = given_keys()
-    config = OmegaConf.create(config)
-    differ = []
+    differ, network = [], {}
     for name, value in asdict(old.network).items():
-        if name == "vocab_size" or name in NOT_IN_WEIGHTS or name not in config.model:
+        if name == "vocab_size" or name in NOT_IN_WEIGHTS:
             continue
-        if given & {"model", f"model.{name}", "experiment"} and config.model[name] != value:
-            differ.append(f"model.{name} is {short(config.model[name])}, in the checkpoint {short(value)}")
-        config.model[name] = value
+        ours = getattr(config.model, name)
+        if config.overridden_keys & {"model", f"model.{name}", "experiment"} and ours != value:
+            differ.append(f"model.{name} is {short(ours)}, in the checkpoint {short(value)}")
+        network[f"model.{name}"] = value
     if differ:
         raise UserError(f"{old.path} is of another network: {'; '.join(differ)}. Leave it out, or start without.")
-    return config
+    return config.replace_values(network)
 
 
 def _read_state(path: Path) -> dict[str, Any]:

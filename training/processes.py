@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from hydra.core.hydra_config import HydraConfig
 from lightning.fabric.plugins.environments import (
     ClusterEnvironment,
     LightningEnvironment,
@@ -85,11 +84,15 @@ class Processes(_SubprocessScriptLauncher):
     """Starts a process for each further device, with the settings of this one.
 
     Their errors go into a file each, and are shown where the first process has none of its own.
+
+    Args:
+        overrides: the settings, as Hydra takes them.
     """
 
-    def __init__(self, environment: ClusterEnvironment, num_processes: int, run_dir: Path):
+    def __init__(self, environment: ClusterEnvironment, num_processes: int, run_dir: Path, overrides: tuple[str, ...]):
         super().__init__(environment, num_processes, num_nodes=1)
         self._run_dir = run_dir
+        self._overrides = overrides
         self._errors: list[IO[bytes]] = []
 
     def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
@@ -107,7 +110,7 @@ class Processes(_SubprocessScriptLauncher):
             ranks.RUN_DIR: str(self._run_dir),
         }
         # The settings of this run alone: in a sweep the command line has those of others too.
-        command = [sys.executable, os.path.abspath(sys.argv[0]), *HydraConfig.get().overrides.task, "hydra.mode=RUN"]
+        command = [sys.executable, os.path.abspath(sys.argv[0]), *self._overrides, "hydra.mode=RUN"]
         for rank in range(1, self.num_processes):
             self._errors.append(tempfile.TemporaryFile())  # noqa: SIM115 -- closed in `end`
             process = subprocess.Popen(

@@ -3,28 +3,25 @@
 import inspect
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from lightning.pytorch import Callback, Trainer, seed_everything
-from omegaconf import DictConfig, OmegaConf
 
-from configs.schema import build
 from data.config import DataConfig, TokenizerConfig
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.kernels.bfloat16 import BF16_MATMUL
 from system.errors import UserError
 from system.running_clock import running_seconds
-from system.text import counted
 from training.budget import measured_speed, time_allowed, time_to_train, whole_validation_seconds, with_recipe
 from training.budget_timer import BudgetTimer
 from training.callbacks import Metrics, ProfilerReport, Progress, RunLogger, Snapshots
 from training.checkpointing import CheckpointFiles, KeepBest, KeepLast, StopOnSignal
 from training.compile import compile_if_wanted
-from training.config import OptimizerConfig
+from training.config import OptimizerConfig, RunConfig
 from training.datamodule import TextData
 from training.initial_state import OldWeights, with_network_of
 from training.lightning_module import GPTLightning
@@ -41,7 +38,7 @@ from training.trainer import batch_limits, build_trainer, expected_device, refus
 class Run:
     """All of a run but its directory and its Trainer."""
 
-    config: DictConfig
+    config: RunConfig
     options: dict[str, Any]  # the Trainer's
     data: TextData
     module: GPTLightning
@@ -52,31 +49,12 @@ class Run:
     facts: dict[str, Any]  # what its checkpoints say of it
     picked: str  # what the budget picked
 
-    PARAMETERS_PER_TOKEN = 1000  # of text; with more, a network can only learn it by heart
-
     @property
     def network(self) -> GPT:
         return self.module.network
 
-    def warn_of_short_text(self) -> str:
-        """A line that says so, where the text is far too short for the network or for a batch; else nothing."""
-        tokens, parameters = len(self.data.train_tokens), self.network.num_parameters()
-        batches = self.data.train_dataloader()
-        reasons = []
-        if parameters > self.PARAMETERS_PER_TOKEN * tokens:
-            reasons.append(f"{tokens:,} tokens to train on for {parameters:,} parameters")
-        if batches.windows_per_epoch < batches.batch_size:
-            windows = f"{counted(batches.windows_per_epoch, 'window')} of {batches.context_length} tokens"
-            reasons.append(f"{windows}, where a batch takes {batches.batch_size}")
-        if not reasons:
-            return ""
-        return (
-            f"warning: the text is far too short: {'; '.join(reasons)}. It will be learned by heart. "
-            "Use a longer text, or lower model.d_model, model.num_layers and model.context_length, and data.batch_size."
-        )
 
-
-def prepare(config: DictConfig, old: OldWeights | None, began: float) -> Run:
+def prepare(config: RunConfig, old: OldWeights | None, began: float) -> Run:
     """Decides size and time, reads the text, makes the network.
 
     Args:
@@ -86,9 +64,9 @@ def prepare(config: DictConfig, old: OldWeights | None, began: float) -> Run:
     Raises:
         UserError: settings that cannot work, alone, together, or with the old weights.
     """
-    options = resolve(OmegaConf.to_container(config.trainer, resolve=True))
+    options = resolve(config.trainer)
     if str(config.compile).lower() == "true" and options["precision"] == BF16_MATMUL:
-        if config.trainer.precision != "auto":
+        if config.trainer["precision"] != "auto":
             raise UserError(
                 f"trainer.precision={BF16_MATMUL} is for networks that are not compiled. Use compile=false, or "
                 "trainer.precision=auto: 32-true if compiled."
@@ -105,12 +83,11 @@ def prepare(config: DictConfig, old: OldWeights | None, began: float) -> Run:
         config, picked = with_recipe(config, budget, running_seconds() - began, speed)
     seed_everything(config.seed, verbose=False)
 
-    tokenizer = old.tokenizer() if old else None
-    data_config, tokenizer_config = build(DataConfig, config.data), build(TokenizerConfig, config.tokenizer)
+    tokenizer = old.tokenizer(config) if old else None
     limits = batch_limits(options)
-    data = TextData(data_config, tokenizer_config, config.model.context_length, config.seed, tokenizer, limits)
+    data = TextData(config.data, config.tokenizer, config.model.context_length, config.seed, tokenizer, limits)
     data.prepare()
-    network_config = build(GPTConfig, config.model, vocab_size=data.vocab_size)
+    network_config = replace(config.model, vocab_size=data.vocab_size)
     if old:
         old.refuse_other(network_config, data)
     network = GPT(network_config)
@@ -148,7 +125,7 @@ def prepare(config: DictConfig, old: OldWeights | None, began: float) -> Run:
         "budget": budget.total_seconds() if budget else None,
         "settings": fixed_settings(config),
     }
-    module = GPTLightning(network, data.tokenizer, build(OptimizerConfig, config.optimizer), config.seed)
+    module = GPTLightning(network, data.tokenizer, config.optimizer, config.seed)
     metrics = Metrics(hyperparameters(config, network))
     return Run(config, options, data, module, metrics, timer, old, began, facts, picked)
 
@@ -176,7 +153,7 @@ def build_parts(run: Run, run_dir: Path, stop_on_signal: StopOnSignal) -> Traine
         run.old.refuse_reached(trainer, run.config, len(run.data.train_dataloader()), finished)
     if trainer.world_size > 1 and not launcher():
         environment = trainer.strategy.cluster_environment
-        trainer.strategy._launcher = Processes(environment, trainer.world_size, run_dir)
+        trainer.strategy._launcher = Processes(environment, trainer.world_size, run_dir, run.config.overrides)
     precision = trainer.precision_plugin.forward_context()
     compile_if_wanted(run.network, run.config.compile, trainer.strategy.root_device, precision)
     return trainer
@@ -226,13 +203,13 @@ def time_with_other_budget(before: dict[str, Any], budget: timedelta) -> float:
     return seconds
 
 
-def hyperparameters(config: DictConfig, network: GPT) -> dict[str, float | str | None]:
+def hyperparameters(config: RunConfig, network: GPT) -> dict[str, float | str | None]:
     """Every choice of the run as one flat row, for TensorBoard's table.
 
     A column has one type in all runs, that of its key, or TensorBoard could not sort it: text, or numbers and None
     where a run has none. True and False count as numbers.
     """
-    groups = OmegaConf.to_container(config, resolve=True)
+    groups = config.values()
     groups["model"] = asdict(network.config)
     types = {group: get_type_hints(kind) for group, kind in _DATACLASSES.items()}
     types["trainer"] = {name: key.annotation for name, key in inspect.signature(Trainer.__init__).parameters.items()}

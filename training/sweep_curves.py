@@ -4,31 +4,24 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
-
 from training.final_metrics import FINAL_METRICS
 from training.run_dir import tensorboard_command
 
 
-class SweepCurves(Callback):
-    """Hydra calls this; see `hydra.callbacks` in configs/train.yaml."""
+def compare_context_lengths(sweep_dir: Path) -> None:
+    """Writes by_context_length/ below the sweep's directory, if its runs differ in context length; says so."""
+    summaries = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(sweep_dir.glob("*/summary.json"))]
+    by_length = {summary["context_length"]: summary for summary in summaries}
+    if len(by_length) < 2:
+        return
+    from torch.utils.tensorboard import SummaryWriter
 
-    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Writes by_context_length/ below the sweep's directory, if its runs differ in context length; says so."""
-        sweep_dir = Path(config.hydra.sweep.dir)
-        summaries = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(sweep_dir.glob("*/summary.json"))]
-        by_length = {summary["context_length"]: summary for summary in summaries}
-        if len(by_length) < 2:
-            return
-        from torch.utils.tensorboard import SummaryWriter
-
-        with SummaryWriter(str(sweep_dir / "by_context_length")) as writer:
-            for length, summary in sorted(by_length.items()):
-                for name in FINAL_METRICS:
-                    writer.add_scalar(f"by_context_length/{name}", summary[name], length)
-        print(table(by_length))
-        print(f"\nas curves, in TensorBoard's run by_context_length:    {tensorboard_command(sweep_dir)}")
+    with SummaryWriter(str(sweep_dir / "by_context_length")) as writer:
+        for length, summary in sorted(by_length.items()):
+            for name in FINAL_METRICS:
+                writer.add_scalar(f"by_context_length/{name}", summary[name], length)
+    print(table(by_length))
+    print(f"\nas curves, in TensorBoard's run by_context_length:    {tensorboard_command(sweep_dir)}")
 
 
 def table(by_length: dict[int, dict[str, Any]]) -> str:
