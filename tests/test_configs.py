@@ -14,7 +14,8 @@ from data.config import DataConfig, TokenizerConfig
 from model.config import GPTConfig
 from model.gpt import GPT
 from sampling.config import SamplingConfig
-from training.config import OptimizerConfig
+from system.errors import UserError
+from training.config import OptimizerConfig, RunConfig
 from training.optim import build_optimizer
 from training.trainer import resolve
 
@@ -93,3 +94,54 @@ def test_choices_named_in_comments_are_those_there_are(script):
         group = head.strip("- ").partition(":")[0]
         if group == "model":
             assert set(comment.strip().split(", ")) == {name for of, name in CHOICES if of == group}
+
+
+# The typed config
+
+
+def test_dotted_keys_are_read_and_replaced_and_nothing_else_changes():
+    config = compose("train", ["trainer.max_steps=7"])
+    changed = config.replace_values({"model.d_model": 64, "trainer.max_steps": 9, "validations": 2})
+    keys = ("model.d_model", "trainer.max_steps", "validations", "trainer.no_such_option")
+    assert [config.get(key) for key in keys] == [128, 7, 5, None]
+    assert [changed.get(key) for key in keys] == [64, 9, 2, None]
+    assert dataclasses.replace(changed, model=config.model, trainer=config.trainer, validations=5) == config
+    with pytest.raises(UserError, match="d_model 66 is not divisible"):
+        config.replace_values({"model.d_model": 66})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "given", "not_given"),
+    [
+        ([], [], ["model.d_model", "validations"]),
+        (["model.d_model=128", "++seed=0"], ["model.d_model", "seed"], ["model.num_layers"]),
+        (["model=llama"], ["model", "model.mlp"], ["model.d_model", "model.norm"]),
+        (["experiment=baby_gpt"], ["model.d_model", "validations", "trainer.max_steps"], ["seed", "budget"]),
+    ],
+    ids=str,
+)
+def test_given_is_what_the_command_line_says_or_a_file_that_it_chooses(overrides, given, not_given):
+    config = compose("train", overrides)
+    assert set(given) <= config.given_keys and not config.given_keys & set(not_given)
+
+
+@pytest.mark.parametrize("overrides", [[], ["experiment=baby_gpt"]], ids=str)
+def test_each_dataclass_of_a_run_is_built_once_at_the_door(monkeypatch, overrides):
+    built = []
+    for config_class in (*GROUPS.values(), RunConfig):
+        check = config_class.__post_init__
+
+        def counted(self, check=check):
+            built.append(type(self).__name__)
+            check(self)
+
+        monkeypatch.setattr(config_class, "__post_init__", counted)
+    compose("train", overrides)
+    assert sorted(built) == sorted([config_class.__name__ for config_class in (*GROUPS.values(), RunConfig)])
+
+
+def test_network_without_a_vocabulary_is_refused():
+    with pytest.raises(ValueError, match="vocab_size"):
+        GPT(compose("train", []).model)

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import drawing_cost
 from benchmarks.drawing_cost import TimedDrawing
+from configs.cli import compose
 from training.callbacks import Snapshots
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -35,8 +36,7 @@ def measured(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(Snapshots, "on_validation_end", slowly)
     monkeypatch.setattr(drawing_cost, "STEPS", 6)
-    monkeypatch.setattr("sys.argv", ["drawing_cost", *TINY, f"data.corpus={corpus}"])
-    drawing_cost.main()
+    drawing_cost.main(compose("train", [*TINY, f"data.corpus={corpus}"]))
     return capsys.readouterr().out, drawn_at
 
 

@@ -315,6 +315,23 @@ def test_saved_config_has_values_and_text_that_looks_like_a_computation_stays_te
     assert OmegaConf.load(run.path / "config.yaml").data.corpus == str(text)
 
 
+def test_config_in_which_the_vocabulary_is_a_gap_resumes(train_here, received):
+    path = received / "config.yaml"  # as earlier versions wrote it
+    assert "vocab_size: null" in path.read_text().partition("context_length")[0]
+    path.write_text(path.read_text().replace("vocab_size: null", "vocab_size: ???", 1))
+    resumed = train_here(f"resume={received}", "trainer.max_steps=42", settings=())
+    assert resumed.returncode == 0 and "going on with" in resumed.stdout, resumed
+    assert "vocab_size: null" in path.read_text().partition("context_length")[0]
+
+
+def test_a_change_is_checked_with_the_runs_other_values_and_not_with_the_defaults(train_here):
+    run = train_here("trainer.max_steps=2", "optimizer.cooldown=0.1")
+    error = train_here(f"resume={run.path}", "optimizer.warmup=0.95", "trainer.max_steps=4", settings=()).error
+    assert "optimizer.warmup 0.95 and optimizer.cooldown 0.1" in error
+    resumed = train_here(f"resume={run.path}", "optimizer.warmup=0.9", "trainer.max_steps=4", settings=())
+    assert resumed.returncode == 0 and resumed.stderr == "", resumed  # with the default's 0.5 it would be too much
+
+
 def test_few_lines_that_would_fill_the_memory_are_refused(train_here, received):
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
