@@ -261,7 +261,7 @@ def test_long_value_is_named_by_its_beginning_and_end():
 
 def test_project_installs_as_what_it_needs_and_runs_from_the_clone(clean_environment, tmp_path):
     pytest.importorskip("setuptools")
-    for name in ("pyproject.toml", "README.md", "requirements.txt", "configs/entry_point.py", "model/gpt.py"):
+    for name in ("pyproject.toml", "README.md", "requirements.txt", "system/version.py", "model/gpt.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(PROJECT / name, tmp_path / name)
     code = "from setuptools import build_meta; print(build_meta.prepare_metadata_for_build_wheel('.'))"

@@ -131,6 +131,7 @@ def test_text_far_too_short_for_network_and_batch_is_warned_of_with_all_numbers(
 )
 def test_checkpoint_no_better_than_guessing_is_called_that(tmp_path, nats, bits, said):
     summary = {"best_step": 1, "steps": 2, "seconds": 3.0, "tokens_per_second": 4.0}
+    summary |= {"val_tokens": 9, "val_tokens_in_split": 9}
     figures = {"val_nats_per_token": nats, "val_bits_per_byte": bits}
     told = conclusion(summary | figures, "text", tmp_path, vocab_size=300)
     assert f"warning: no better than a uniform guess {said}" in told
