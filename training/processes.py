@@ -30,6 +30,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from system.errors import UserError
+from system.streams import print_note
 from system.streams import print_error
 from training import ranks
 from training.checkpointing import StopOnSignal, StoppedBySignal
@@ -138,7 +139,8 @@ class Processes(_SubprocessScriptLauncher):
         printed = self._errors[rank - 1].read().decode(errors="replace")
         if code == 2 and (lines := re.findall(r"^error: (.*)$", printed, re.M)):
             return UserError(lines[-1])
-        print(printed, end="", file=sys.stderr)  # a traceback: somebody has to see it
+        if printed:  # a traceback: somebody has to see it
+            print_note(printed.rstrip("\n"))
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         memory = ", which the system sends where memory is used up" if code == -signal.SIGKILL else ""
         return UserError(
