@@ -30,8 +30,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from system.errors import UserError
-from system.streams import print_note
-from system.streams import print_error
+from system.streams import print_error, print_note
 from training import ranks
 from training.checkpointing import StopOnSignal, StoppedBySignal
 
