@@ -207,7 +207,8 @@ def resolve_paths(config: DictConfig) -> None:
             except (FileNotFoundError, NotADirectoryError):
                 pass
             except (OSError, ValueError) as error:  # too long, not permitted; a NUL
-                what = f"a text of {len(value):,} characters" if len(value) > 255 else quoted(value)
+                long = f"a text of {len(value):,} characters ({quoted(value, 40)})"
+                what = long if len(value) > 255 else quoted(value)
                 reason = getattr(error, "strerror", None) or error
                 raise UserError(f"{key} is {what}, but must be a path that can be looked up: {reason}.") from error
         if expanded != value:

@@ -4,7 +4,10 @@ Programs import this before all else: their imports take a moment, in which some
 """
 
 import sys
+from contextlib import suppress
 from types import TracebackType
+
+from system.text import escape_control_chars
 
 _before = sys.excepthook
 
@@ -18,9 +21,19 @@ def comes_from_ctrl_c(error: BaseException | None) -> bool:
 
 def _end_quietly(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     if not comes_from_ctrl_c(error):
-        return _before(kind, error, traceback)
+        return _print_traceback(kind, error, traceback)
     print()  # the terminal has shown ^C
     sys.exit(130)
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """As Python does, but for control characters, which a terminal would obey: a message may quote a file."""
+    if _before is not sys.__excepthook__:  # a debugger's, or an editor's
+        return _before(kind, error, traceback)
+    from traceback import format_exception
+
+    with suppress(OSError, AttributeError):  # standard error cannot be written, or was closed
+        sys.stderr.write(escape_control_chars("".join(format_exception(kind, error, traceback))))
 
 
 sys.excepthook = _end_quietly

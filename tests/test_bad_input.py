@@ -64,7 +64,7 @@ BAD = [
     (text("pipe"), ["pipe", "no regular file", "Give"]),
     (text("dangling"), ["dangling", "does not exist"]),
     (text("circle"), ["circle", "does not exist"]),
-    (text("n" * 300), ["characters", "name too long"]),
+    (text("n" * 300), ["nnn", "characters", "name too long"]),
     (train("data.corpus=/dev/zero"), ["/dev/zero", "no regular file"]),
     (train("data.corpus=~nobody_here/x.txt"), ["~nobody_here", "whole path"]),
     (train("data.corpus="), ["data.corpus is empty", "Give a path"]),

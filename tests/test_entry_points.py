@@ -281,3 +281,11 @@ def test_every_target_works_where_the_folder_was_moved():
     makefile = (PROJECT / "Makefile").read_text(encoding="utf-8")
     used = set(re.findall(r"(?:\$\(BIN\)|/bin)/([\w-]+)", makefile))
     assert used == {"python", "ruff"}
+
+
+def test_traceback_of_a_bug_shows_control_characters_of_its_message_as_pictures(clean_environment):
+    program = "import system.interrupts; raise RuntimeError('a file said \\x1b[2J\\x07')"
+    finished = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, env=clean_environment, capture_output=True)
+    lines = finished.stderr.decode().splitlines()
+    assert finished.returncode == 1 and lines[0].startswith("Traceback")
+    assert lines[-1] == "RuntimeError: a file said ␛[2J␇"

@@ -196,6 +196,7 @@ def test_null_is_as_if_an_option_was_not_given(name):
         ("gradient_clip_val", "big", "1.0"),
         ("gradient_clip_algorithm", "norm", "gradient_clip_val"),
         ("profiler", "pytorch", "simple or advanced"),
+        ("deterministic", "yes", "true, false or warn"),
         ("profiler", True, "simple or advanced"),
     ],
 )

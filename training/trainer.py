@@ -213,6 +213,8 @@ def _check_values(options: Mapping[str, Any]) -> None:
     for name in _SWITCHES:
         if type(options.get(name, True)) is not bool:
             raise UserError(f"trainer.{name} is {short(options[name])}, but must be true or false.")
+    if options.get("deterministic", True) not in (True, False, "warn"):
+        raise UserError(f"trainer.deterministic is {options['deterministic']!r}, but must be true, false or warn.")
     clip = options.get("gradient_clip_val", 1.0)
     if type(clip) not in (int, float) or not 0 <= clip < math.inf:
         raise UserError(
