@@ -24,7 +24,8 @@ from system.errors import UserError
 from system.text import counted
 
 MAX_ROPE_NUMBERS = 1 << 25  # a million positions of 32: the one part that no weights bound
-FORMAT = 1  # of the `gpt` entry; raised when an older version of the project could not read it
+FORMAT = 2  # of the `gpt` entry; raised when an older version of the project could not read it
+READABLE_FORMATS = (1, FORMAT)  # in 1 the weights of lm_head are called output
 NETWORK_PREFIX = "network."  # GPTLightning keeps the GPT under this name
 TENSORS_A_LAYER = 4  # at least: of attention and MLP two matrices each
 _FIGURE = Number(float, 0, 1e9, or_nan=True)  # nan: before the first validation
@@ -157,9 +158,10 @@ def network_weights(content: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 def refuse_other_format(entry: dict[str, Any], path: Path) -> None:
     """Raises UserError for a checkpoint that a later version of the project wrote."""
-    if type(entry.get("format", 1)) is not int or entry.get("format", 1) != FORMAT:
+    written = entry.get("format", 1)
+    if type(written) is not int or written not in READABLE_FORMATS:
         raise UserError(
-            f"{path} has format {short(entry['format'])}, but this version of the project reads format {FORMAT}. Use "
+            f"{path} has format {short(written)}, but this version of the project reads formats up to {FORMAT}. Use "
             "the version that wrote it, or another checkpoint."
         )
 

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from model.attention import MultiHeadAttention, apply_rope, eager_attention, precompute_rope
+from model.attention import MultiHeadAttention, apply_rope, eager_attention
+from model.layers import precompute_rope
 from system.errors import UserError
 
 D_MODEL, HEADS, HEAD_DIM, BATCH, QUERIES, KEYS = 24, 4, 6, 3, 5, 7
