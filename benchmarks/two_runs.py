@@ -1,6 +1,6 @@
-"""Two runs on the same cores at once, each beside one run alone: what a shorter wait of OpenMP's threads brings.
+"""Two runs on the same cores at once, each beside one run alone: what a shorter wait of OpenMP's threads would bring.
 
-    python -m benchmarks.two_runs [SPIN_COUNT ...]      (default: that of system/openmp.py)
+    python -m benchmarks.two_runs [SPIN_COUNT ...]      (default: 10000)
 
 Each process trains the default network for SECONDS, with all threads that PyTorch takes by itself. One alone and two at
 once take turns, with libgomp's own wait ("default"), asleep at once (OMP_WAIT_POLICY=PASSIVE), and with each
@@ -19,7 +19,6 @@ from pathlib import Path
 from benchmarks.machine import machine
 from configs.entry_point import entry_point
 from system.errors import UserError
-from system.openmp import SPIN_COUNT
 
 SECONDS, ROUNDS = 6.0, 5
 PROJECT = Path(__file__).resolve().parents[1]
@@ -82,10 +81,9 @@ def speeds(number: int, wait: dict[str, str]) -> list[float]:
 
 def main(arguments: list[str]) -> None:
     """Prints a line for each way to wait, and one JSON line. Raises UserError for spin counts that are no numbers."""
-    counts = arguments or [str(SPIN_COUNT)]
+    counts = arguments or ["10000"]
     if not all(count.isdecimal() for count in counts):
-        raise UserError(f"{' '.join(counts)!r} must be whole numbers, such as {SPIN_COUNT}.")
-    # A count that is set, also libgomp's own, keeps system/openmp.py from setting another.
+        raise UserError(f"{' '.join(counts)!r} must be whole numbers, such as 10000.")
     ways = {"default": {"GOMP_SPINCOUNT": "300000"}, "passive": {"OMP_WAIT_POLICY": "PASSIVE"}}
     ways |= {f"spin {count}": {"GOMP_SPINCOUNT": str(count)} for count in counts}
     shares: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}

@@ -1,1 +1,0 @@
-import system.openmp  # noqa: F401 -- before torch, whatever is imported first
