@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sampling.config import SampleConfig, SamplingConfig
-from system.deferred_imports import slow_imports
+from system.deferred_imports import deferred_imports
 from system.errors import UserError
 from system.files import check_suffix, read_prompt
 from system.streams import for_terminal, print_note
@@ -24,15 +24,15 @@ if TYPE_CHECKING:  # torch is imported after what can be refused without it
     from sampling.text import Scores
 
 # Foreground colours (xterm's 256), from a token that was expected to one that was not, and the bits from which on.
-COLOURS = ((0, 244), (1, 71), (3, 178), (6, 208), (9, 196))
+COLORS = ((0, 244), (1, 71), (3, 178), (6, 208), (9, 196))
 
 
 def main(config: SampleConfig) -> None:
     """Loads a checkpoint, says which, and lets it write or read. Raises UserError for what the user can mend."""
     prompt = read_prompt(config.prompt, config.prompt_file)
-    refuse_contradictions(config, prompt)
+    check_settings(config, prompt)
 
-    with slow_imports():
+    with deferred_imports():
         from checkpoint.checkpoint import find_checkpoint, load_checkpoint
         from sampling.text import score_text
 
@@ -47,12 +47,12 @@ def main(config: SampleConfig) -> None:
     elif config.mode == "write":
         write_samples(checkpoint, prompt, config, as_json)
     elif config.mode == "interactive":
-        converse(checkpoint, config, as_json)
+        run_interactive(checkpoint, config, as_json)
     else:
         show_scores(checkpoint, score_text(checkpoint, prompt), as_json)
 
 
-def refuse_contradictions(config: SampleConfig, prompt: str) -> None:
+def check_settings(config: SampleConfig, prompt: str) -> None:
     """Raises UserError for choices that cannot work, alone or together."""
     if config.mode == "interactive" and prompt:
         raise UserError("mode=interactive reads prompts line by line. Leave prompt and prompt_file out.")
@@ -84,7 +84,7 @@ def write_samples(checkpoint: Checkpoint, prompt: str, config: SamplingConfig, a
         print(for_terminal(piece), end="\n" if sample.finish_reason else "", flush=True)
 
 
-def converse(checkpoint: Checkpoint, config: SamplingConfig, as_json: bool) -> None:
+def run_interactive(checkpoint: Checkpoint, config: SamplingConfig, as_json: bool) -> None:
     """Continues a prompt after the other, each on its own. Ctrl-C stops a text, or at the question the program."""
     print_note("a prompt a line; Ctrl-C stops a text, Ctrl-D ends")
     first = 0
@@ -102,26 +102,26 @@ def converse(checkpoint: Checkpoint, config: SamplingConfig, as_json: bool) -> N
 
 
 def show_scores(checkpoint: Checkpoint, scores: Scores, as_json: bool) -> None:
-    """The text, in a terminal coloured by each token's surprise, and what it costs this model; or a JSON object."""
+    """The text, in a terminal colored by each token's surprise, and what it costs this model; or a JSON object."""
     if as_json:
         print(json.dumps(asdict(scores) | {"bits_per_byte": scores.bits_per_byte}))
         return
     if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
-        print(coloured(checkpoint, scores))
-        legend = "  ".join(f"\033[38;5;{colour}m{bits} bits or more\033[0m" for bits, colour in COLOURS)
+        print(colored(checkpoint, scores))
+        legend = "  ".join(f"\033[38;5;{colour}m{bits} bits or more\033[0m" for bits, colour in COLORS)
         print(f"\neach token by its surprise: {legend}")
     nats = -sum(scores.logprobs) / len(scores.tokens)
     print(f"{scores.bytes:,} bytes, {len(scores.tokens):,} tokens: {scores.bits_per_byte:.3f} bits per byte, "
           f"{nats:.3f} nats per token")  # fmt: skip
 
 
-def coloured(checkpoint: Checkpoint, scores: Scores) -> str:
+def colored(checkpoint: Checkpoint, scores: Scores) -> str:
     """The scored text with a terminal's colours; a character of several tokens has the colour of its last."""
     from data.tokenizer import StreamingDetokenizer
 
     decoder, pieces = StreamingDetokenizer(checkpoint.tokenizer), []
     for token, logprob in zip(scores.tokens, scores.logprobs, strict=True):
-        colour = max(colour for colour in COLOURS if colour[0] <= -logprob / math.log(2))[1]
+        colour = max(colour for colour in COLORS if colour[0] <= -logprob / math.log(2))[1]
         pieces.append(f"\033[38;5;{colour}m{for_terminal(decoder.push(token))}")
     return "".join(pieces) + "\033[0m"
 

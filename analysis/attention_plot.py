@@ -167,7 +167,7 @@ def _font(size: int, file: str = FONT) -> ImageFont.FreeTypeFont:
 
 @cache
 def _known_characters(file: str) -> frozenset[int]:
-    """Code points that the font has; none if it cannot be drawn with, as one of coloured pictures."""
+    """Code points that the font has; none if it cannot be drawn with, as one of colored pictures."""
     try:
         _font(10, file)
         return frozenset(FT2Font(file).get_charmap())

@@ -21,12 +21,12 @@ class InspectConfig:
     png: str | None
     html: str | None
     runs_dir: str
-    given_keys: frozenset[str] = frozenset()
+    explicit_keys: frozenset[str] = frozenset()
     """Those that the command line gives, or a file that it chooses gives another value than the default."""
 
     def __post_init__(self):
         """Refuses what cannot work. Raises UserError."""
-        if not self.untrained and any(key.startswith("model.") for key in self.given_keys):
+        if not self.untrained and any(key.startswith("model.") for key in self.explicit_keys):
             raise UserError("A checkpoint brings its own model. Add untrained=true, or leave the model settings out.")
         if self.untrained and self.checkpoint is not None:
             raise UserError("untrained=true and checkpoint are both given. Leave one out.")

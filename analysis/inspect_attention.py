@@ -19,7 +19,7 @@ from data.config import TokenizerConfig
 from system.errors import UserError
 from system.files import check_suffix, read_prompt
 from system.streams import print_note
-from system.text import counted
+from system.text import pluralize
 
 STRONGEST = 3  # links shown of each token
 BAR = 20  # characters of a weight of 1
@@ -85,7 +85,7 @@ def fresh_network(config: InspectConfig):
     torch.manual_seed(0)
     network = GPT(replace(config.model, vocab_size=tokenizer.n_vocab))
     shape = network.config
-    layers, heads = counted(shape.num_layers, "layer"), counted(shape.num_heads, "head")
+    layers, heads = pluralize(shape.num_layers, "layer"), pluralize(shape.num_heads, "head")
     return network, tokenizer, f"untrained: {layers}, {heads}, width {shape.d_model}"
 
 

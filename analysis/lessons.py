@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from analysis.config import LessonsConfig
 from model.attention import MultiHeadAttention, eager_attention
 from model.flops import score_matrix_bytes
-from system.text import counted
+from system.text import pluralize
 
 HEAD_DIM = 64
 """Width of the one head that is timed."""
@@ -26,7 +26,7 @@ def main(config: LessonsConfig) -> None:
     """Prints all parts."""
     print(weights_part())
     print(infinity_part())
-    print(COST_TEXT.format(layers=counted(config.num_layers, "layer"), heads=counted(config.num_heads, "head")))
+    print(COST_TEXT.format(layers=pluralize(config.num_layers, "layer"), heads=pluralize(config.num_heads, "head")))
     cost_part(sorted(set(config.lengths)), config.num_layers, config.num_heads)
 
 
@@ -128,19 +128,19 @@ def cost_part(lengths: list[int], num_layers: int, num_heads: int) -> None:
     """The memory by formula and the measured time, a line a length as it is measured, and where growth shows."""
     times = f"x{num_layers * num_heads}"
     print(f"{'context':>8} {'':>15} {'score matrix, MB':>23}   {'measured, ms':>19}   {'times the last line':>19}")
-    print(f"{'length':>8} {'pairs':>15} {'one head':>11} {times:>11}   {'written out':>11} {'fused':>7}", end="")
+    print(f"{'length':>8} {'pairs':>15} {'one head':>11} {times:>11}   {'eager':>11} {'SDPA':>7}", end="")
     print(f"   {'pairs':>9} {'time':>9}")
     last_length, last_ms, skipped = None, None, False
     for length in lengths:
         one, model = score_matrix_bytes(length), score_matrix_bytes(length, num_heads, num_layers)
-        written_out, fused = time_one_head(length)
+        eager, sdpa = time_one_head(length)
         pairs = growth(length**2, last_length**2 if last_length else None)
         print(
             f"{length:>8,} {length**2:>15,} {one / 2**20:>11,.1f} {model / 2**20:>11,.1f}   "
-            f"{shown(written_out):>11} {shown(fused):>7}   {pairs:>9} {growth(written_out, last_ms):>9}",
+            f"{format_ms(eager):>11} {format_ms(sdpa):>7}   {pairs:>9} {growth(eager, last_ms):>9}",
             flush=True,
         )
-        last_length, last_ms, skipped = length, written_out, skipped or written_out is None
+        last_length, last_ms, skipped = length, eager, skipped or eager is None
     print("\nMB = 2^20 bytes, float32.", end="")
     print(" A - was not measured: it would not fit into the free memory." if skipped else "")
 
@@ -150,23 +150,23 @@ def growth(value: float | None, before: float | None) -> str:
     return f"{value / before:,.1f}" if value and before else "-"
 
 
-def shown(ms: float | None) -> str:
+def format_ms(ms: float | None) -> str:
     """Milliseconds, legible from microseconds on."""
     return "-" if ms is None else f"{ms:,.2f}"
 
 
 @torch.no_grad()
 def time_one_head(length: int) -> tuple[float | None, float | None]:
-    """Milliseconds of one causal head, written out and fused; None where the memory is not there."""
+    """Milliseconds of one causal head, eager and SDPA; None where the memory is not there."""
     there = psutil.virtual_memory().available
     if 4 * length * HEAD_DIM * 4 > there:  # float32 queries, keys, values and what comes out
         return None, None
     q, k, v = (torch.randn(1, 1, length, HEAD_DIM) for _ in range(3))  # (B, H, T, D)
-    fused = milliseconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    sdpa = milliseconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
     if 3 * score_matrix_bytes(length) > there:  # scores, before and after scaling, and the mask
-        return None, fused
+        return None, sdpa
     mask = torch.ones(length, length, dtype=torch.bool).tril()  # (T, T)
-    return milliseconds(lambda: eager_attention(q, k, v, mask)), fused
+    return milliseconds(lambda: eager_attention(q, k, v, mask)), sdpa
 
 
 def milliseconds(work) -> float:

@@ -1,10 +1,10 @@
-"""Attentions side by side: written out, fused, and windowed, forward and backward, without projections.
+"""Attentions side by side: eager, SDPA, and sliding window, forward and backward, without projections.
 
     python -m benchmarks.attention_speed [key=value ...]      the keys: configs/attention_speed.yaml
 
-On a CPU in float32. On CUDA in bfloat16, as training there, and windowed attention in both ways it can go: in blocks
-through SDPA, and through flex attention. Every length has the same number of tokens in a batch, and all take turns, so
-that a disturbance of the machine meets all. Times are medians after a warm-up; memory is the most a pass takes beside
+On a CPU in float32. On CUDA in bfloat16, as training there, and sliding window attention in both of its algorithms: in
+blocks through SDPA, and through flex attention. Every length has the same number of tokens in a batch, and all take
+turns, so that a disturbance of the machine meets all. Times are medians after a warm-up; memory is the most a pass takes beside
 its inputs, measured in a process of its own. The last line is JSON.
 """
 
@@ -25,14 +25,14 @@ from model.config import GPTConfig
 from model.kernels.flex_attention import BLOCK, flex_works
 from sample import pick_device
 from system.errors import UserError
-from system.text import counted
+from system.text import pluralize
 
 WINDOW, ROUNDS = 256, 7
-SHAPE = GPTConfig(vocab_size=1, num_heads=4, d_model=128, attention_window=WINDOW)
+SHAPE = GPTConfig(vocab_size=1, num_heads=4, d_model=128, sliding_window=WINDOW)
 MEMORY_BUDGET_MB = 4096
 # Which is faster than which, at which length, and by how many times at least: only of a CPU something is promised.
-CPU_RATIOS = (("windowed", "fused", 8192, 5), ("fused", "written_out", 4096, 8))
-CUDA_RATIOS = (("flex", "blocks", 8192, None), ("flex", "fused", 8192, None), ("fused", "written_out", 4096, None))
+CPU_RATIOS = (("sliding_window", "sdpa", 8192, 5), ("sdpa", "eager", 4096, 8))
+CUDA_RATIOS = (("flex", "blocks", 8192, None), ("flex", "sdpa", 8192, None), ("sdpa", "eager", 4096, None))
 PROMISED_EXPONENT = 1.1
 
 
@@ -53,15 +53,15 @@ class Comparison:
     def fits(self, name: str, length: int) -> bool:
         """Written out, about five score matrices are alive at once."""
         matrix = self.dtype.itemsize * SHAPE.num_heads * self.tokens * length
-        return name != "written_out" or 5 * matrix / 2**20 <= MEMORY_BUDGET_MB
+        return name != "eager" or 5 * matrix / 2**20 <= MEMORY_BUDGET_MB
 
 
 def comparison_on(device: str, tokens: int) -> Comparison:
-    """On CUDA windowed attention stands there twice; flex attention only where it works, which a warning tells."""
+    """On CUDA sliding window attention is there twice; flex attention only where it works, which a warning tells."""
     if not device.startswith("cuda"):
-        return Comparison(device, ("written_out", "fused", "windowed"), tokens, torch.float32)
+        return Comparison(device, ("eager", "sdpa", "sliding_window"), tokens, torch.float32)
     flex = ("flex",) if flex_works(torch.device(device), torch.bfloat16, SHAPE.head_dim) else ()
-    return Comparison(device, ("written_out", "fused", "blocks", *flex), tokens, torch.bfloat16)
+    return Comparison(device, ("eager", "sdpa", "blocks", *flex), tokens, torch.bfloat16)
 
 
 def pass_ms(c: Comparison, length: int) -> dict[str, float]:
@@ -116,7 +116,7 @@ def main(config: AttentionSpeedConfig) -> None:
     c = comparison_on(pick_device(config.device), tokens)
     on_cuda, width = c.device.startswith("cuda"), 12 * len(c.names) + 2
     print(f"forward and backward of {tokens:,} tokens, {SHAPE.num_heads} heads of {SHAPE.head_dim}, window {WINDOW}; "
-          f"{str(c.dtype).removeprefix('torch.')} on {c.device}, {counted(torch.get_num_threads(), 'thread')}; "
+          f"{str(c.dtype).removeprefix('torch.')} on {c.device}, {pluralize(torch.get_num_threads(), 'thread')}; "
           f"median of {ROUNDS} in turn\n")  # fmt: skip
     print(f"{'':>8} {'milliseconds':^{width - 2}}   {'MB beside the inputs':^{width - 2}}".rstrip())
     print((f"{'context':>8}" + 2 * ("".join(f" {name.replace('_', ' '):>11}" for name in c.names) + "  ")).rstrip())
@@ -135,7 +135,7 @@ def main(config: AttentionSpeedConfig) -> None:
     for name, power in exponents.items():
         print(f"time of one sequence, {name.replace('_', ' ')}: grows as its length to the power {power:.2f}")
     if not on_cuda:
-        print(f"promised of windowed: at most {PROMISED_EXPONENT}")
+        print(f"promised of sliding window: at most {PROMISED_EXPONENT}")
     ratios = speedups(ms, on_cuda)
     rounded = {
         key: {length: {name: round(x, 2) for name, x in row.items()} for length, row in rows.items()}

@@ -2,8 +2,8 @@
 
     python -m benchmarks.context_cost [key=value ...]      the keys: configs/context_cost.yaml
 
-Three attentions side by side: written out (the whole T x T matrix in memory), fused (PyTorch's SDPA, which never
-stores it) and windowed (fused, and no token looks back further than `model.attention_window`). All lengths have the
+Three attentions side by side: eager (the whole T x T matrix in memory), SDPA (PyTorch's kernel, which never
+stores it) and sliding window (SDPA, and no token looks back further than `model.sliding_window`). All lengths have the
 same number of tokens a batch. A time is the median of several runs after a warm-up, with quartiles; it is forward and
 backward, and for a step also the optimiser. Memory is the peak of a fresh process. The last line is JSON.
 """
@@ -24,13 +24,13 @@ from benchmarks.workload import attention_pass, training_step
 from configs.entry_point import entry_point
 from configs.schema import ContextCostConfig
 from model.config import GPTConfig
-from model.flops import IMPLEMENTATIONS, attention_flops, crossing_by_flops, kept_bytes, score_matrix_bytes, step_flops
+from model.flops import IMPLEMENTATIONS, attention_flops, crossing_by_flops, saved_bytes, score_matrix_bytes, step_flops
 from model.layers import Linear
 from sample import pick_device
-from system.allocator import keep_freed_memory
+from system.allocator import disable_malloc_trim
 from system.errors import UserError
 from system.files import check_suffix
-from system.text import counted
+from system.text import pluralize
 from training.config import OptimizerConfig
 
 SECONDS_A_TIMING = 0.8
@@ -80,7 +80,7 @@ class Measured:
     @property
     def implementations(self) -> tuple[str, ...]:
         """Those that are measured: the window may have been taken away."""
-        return IMPLEMENTATIONS if self.config.attention_window else IMPLEMENTATIONS[:2]
+        return IMPLEMENTATIONS if self.config.sliding_window else IMPLEMENTATIONS[:2]
 
     def of(self, implementation: str) -> list[Reading]:
         """Its readings, by length."""
@@ -88,7 +88,7 @@ class Measured:
 
     def fitted(self, implementation: str) -> list[Reading]:
         """The readings that one formula can hold for: up to its length a window is no window."""
-        shortest = self.config.attention_window + 1 if implementation == "windowed" else 0
+        shortest = self.config.sliding_window + 1 if implementation == "sliding_window" else 0
         return [reading for reading in self.of(implementation) if reading.context_length >= shortest]
 
     def rest_ms(self, reading: Reading) -> float:
@@ -122,19 +122,19 @@ def main(config: ContextCostConfig) -> None:
     check_suffix("png", config.png, ".png")
     if config.png is not None and not Path(config.png).absolute().parent.is_dir():  # before minutes of measuring
         raise UserError(f"png is {config.png}, but there is no such directory. Give another file.")
-    network_config = replace(config.model, attention_pattern="L")  # windowed: every layer is
+    network_config = replace(config.model, window_pattern="S")  # sliding window: every layer is
     optimizer_config = config.optimizer
     device = pick_device(config.device)
     torch.manual_seed(config.seed)
-    keep_freed_memory()  # as train.py does
+    disable_malloc_trim()  # as train.py does
 
     c, threads = network_config, torch.get_num_threads()
     measured = Measured(c, device, threads, matmul_gflops_per_second(device))
     print(
-        f"{counted(c.num_layers, 'layer')}, {counted(c.num_heads, 'head')} of {c.head_dim}, width {c.d_model}, "
+        f"{pluralize(c.num_layers, 'layer')}, {pluralize(c.num_heads, 'head')} of {c.head_dim}, width {c.d_model}, "
         f"vocabulary {c.vocab_size:,}; "
         f"{config.tokens_per_batch:,} tokens a batch\n"
-        f"on {device}, {counted(threads, 'thread')}; a large float32 matrix product runs at "
+        f"on {device}, {pluralize(threads, 'thread')}; a large float32 matrix product runs at "
         f"{measured.matmul_gflops_per_second:,.0f} GFLOP/s\n"
     )
     measure(measured, optimizer_config, lengths, config)
@@ -255,11 +255,11 @@ def free_memory_mb(device: str) -> float:
 
 
 def expected_mb(config: GPTConfig, name: str, length: int, sequences: int, last: Reading | None) -> float:
-    """A training step's memory, from that at the last length: only a written-out score matrix grows.
+    """A training step's memory, from that at the last length: only an eager score matrix grows.
 
     A step holds the weights of every layer, and at its peak in one layer two gradients of the same size.
     """
-    if name != "written_out":
+    if name != "eager":
         return last.step_peak_mb if last else 0.0
     grown = score_matrix_bytes(length, config.num_heads, sequences=sequences)
     if last is not None:
@@ -273,9 +273,9 @@ def title(name: str) -> str:
 
 
 HEADER = (
-    f"{'context':>7}  {'attention':<11}  {'one layer, ms':>21}  {'training step, ms':>21}  {'peak, MB':>8}  "
+    f"{'context':>7}  {'attention':<14}  {'one layer, ms':>21}  {'training step, ms':>21}  {'peak, MB':>8}  "
     f"{'GFLOP':>6}  {'speed':>5}\n"
-    f"{'':>7}  {'':<11}  {'median (quartiles)':>21}  {'median (quartiles)':>21}  {'step':>8}  {'step':>6}  {'share':>5}"
+    f"{'':>7}  {'':<14}  {'median (quartiles)':>21}  {'median (quartiles)':>21}  {'step':>8}  {'step':>6}  {'share':>5}"
 )
 
 
@@ -283,12 +283,12 @@ def row(measured: Measured, reading: Reading) -> str:
     """A reading as a line below HEADER; the last column is the share of the matrix product's speed."""
     share = reading.step_gflops / (reading.step.ms / 1000) / measured.matmul_gflops_per_second
     return (
-        f"{reading.context_length:>7,}  {title(reading.implementation):<11}  {shown(reading.attention):>21}  "
-        f"{shown(reading.step):>21}  {reading.step_peak_mb:>8,.0f}  {reading.step_gflops:>6,.0f}  {share:>5.0%}"
+        f"{reading.context_length:>7,}  {title(reading.implementation):<14}  {format_timing(reading.attention):>21}  "
+        f"{format_timing(reading.step):>21}  {reading.step_peak_mb:>8,.0f}  {reading.step_gflops:>6,.0f}  {share:>5.0%}"
     )
 
 
-def shown(timing: Timing) -> str:
+def format_timing(timing: Timing) -> str:
     """Median and quartiles to three figures."""
     digits = 1 if timing.ms < 100 else 0
     return f"{timing.ms:,.{digits}f} ({timing.low_ms:,.{digits}f} - {timing.high_ms:,.{digits}f})"
@@ -303,7 +303,7 @@ def conclusions(measured: Measured) -> str:
             g = measured.growth(name, part)
             if g is not None:
                 lines.append(
-                    f"  {what + ', ' + title(name):<34}  a = {with_error(g.a, g.a_error, 7, 3)} us   "
+                    f"  {what + ', ' + title(name):<37}  a = {with_error(g.a, g.a_error, 7, 3)} us   "
                     f"b = {with_error(1000 * g.b, g.b_error and 1000 * g.b_error, 7, 3)} ns   "
                     f"p = {with_error(g.exponent, g.exponent_error, 4, 2)} from {g.exponent_from:,}"
                 )
@@ -318,14 +318,14 @@ def conclusions(measured: Measured) -> str:
         else:
             found = f"more than {readings[-1].context_length:,}"
         predicted = "never" if by_flops is None else f"{by_flops:,.0f}"
-        lines.append(f"  {title(name):<11}  measured: {found:<16}  by operations alone: {predicted}")
-    written_out = measured.of("written_out")
-    if written_out:
+        lines.append(f"  {title(name):<14}  measured: {found:<16}  by operations alone: {predicted}")
+    eager = measured.of("eager")
+    if eager:
         lines += [
             "",
-            "One layer's score matrix, written out, MB: by formula, and measured (what it keeps less the rest)",
+            "One layer's score matrix, eager, MB: by formula, and measured (what it keeps less the rest)",
         ]
-        for reading in written_out:
+        for reading in eager:
             lines.append(
                 f"  {reading.context_length:>7,}  {formula_mb(measured, reading):>9,.1f}  "
                 f"{matrix_mb(measured, reading):>9,.1f}"
@@ -344,8 +344,8 @@ def formula_mb(measured: Measured, reading: Reading) -> float:
 
 
 def matrix_mb(measured: Measured, reading: Reading) -> float:
-    """The score matrix as measured: what written-out attention keeps, less the other, small things it keeps."""
-    kept = kept_bytes(measured.config, reading.context_length, reading.sequences)
+    """The score matrix as measured: what eager attention keeps, less the other, small things it keeps."""
+    kept = saved_bytes(measured.config, reading.context_length, reading.sequences)
     return reading.kept_mb - (kept / 2**20 - formula_mb(measured, reading))
 
 
@@ -395,7 +395,7 @@ def as_json(measured: Measured) -> dict:
         },
         "score_matrix_mb": {
             reading.context_length: {"formula": formula_mb(measured, reading), "measured": matrix_mb(measured, reading)}
-            for reading in measured.of("written_out")
+            for reading in measured.of("eager")
         },
         "skipped": measured.skipped,
     }

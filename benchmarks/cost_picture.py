@@ -12,12 +12,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from analysis.colors import LIGHT, line_styles
-from system.text import counted
+from system.text import pluralize
 
 if TYPE_CHECKING:
     from benchmarks.context_cost import Measured
 
-STYLES = dict(zip(("written_out", "fused", "windowed"), line_styles(3), strict=True))
+STYLES = dict(zip(("eager", "sdpa", "sliding_window"), line_styles(3), strict=True))
 
 
 def draw_cost(measured: Measured, path: Path) -> None:
@@ -36,8 +36,9 @@ def draw_cost(measured: Measured, path: Path) -> None:
     tokens = measured.readings[0].context_length * measured.readings[0].sequences
     c = measured.config
     figure.supxlabel(
-        f"context length, at {tokens:,} tokens a batch: {counted(c.num_layers, 'layer')}, "
-        f"{counted(c.num_heads, 'head')} of {c.head_dim}; {measured.device}, {counted(measured.threads, 'thread')}\n"
+        f"context length, at {tokens:,} tokens a batch: {pluralize(c.num_layers, 'layer')}, "
+        f"{pluralize(c.num_heads, 'head')} of {c.head_dim}; {measured.device}, "
+        f"{pluralize(measured.threads, 'thread')}\n"
         "forward and backward; times: medians with quartiles, and a T + b T² a sequence, fitted; "
         "memory: lines that only join the points",
         fontsize=9,

@@ -1,10 +1,10 @@
-"""What drawing costs: all that Snapshots does at each validation of a default run, as a share of that run's time.
+"""What drawing costs: all of ValidationImages, at each validation of a default run, as a share of that run's time.
 
     python -m benchmarks.drawing_cost [key=value ...]
 
 Trains STEPS steps in the Trainer of train.py, on the CPU, with as many validations as a run has, and times each call
-of Snapshots inside them: attention maps, head scores, writing, and TensorBoard's file up to the disk. How long a call
-takes does not depend on how many steps lie between two. The first also loads what draws, in every run anew, and
+of ValidationImages inside them: attention maps, head scores, writing, and TensorBoard's file up to the disk. How long a
+call takes does not depend on how many steps lie between two. The first also loads what draws, in every run anew, and
 counts in full. The share is that of a whole default run, DEFAULT_TIME from start to exit. The last line is JSON.
 """
 
@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Callback
 
-from benchmarks.default_run import prepared_text, snapshots_of, train
+from benchmarks.default_run import prepared_text, train, validation_images_of
 from benchmarks.machine import machine
 from configs.entry_point import entry_point
-from system.text import counted
+from system.text import pluralize
 from training.budget import DEFAULT_TIME
-from training.callbacks import Snapshots
-from training.checkpointing import StopOnSignal
+from training.callbacks import ValidationImages
+from training.checkpointing import GracefulStop
 from training.config import RunConfig
 
 STEPS = 200
@@ -31,9 +31,9 @@ PROMISED_SHARE = 0.03
 
 
 class TimedDrawing(Callback):
-    """Snapshots, with a clock around it."""
+    """ValidationImages, with a clock around it."""
 
-    def __init__(self, snapshots: Snapshots):
+    def __init__(self, snapshots: ValidationImages):
         self.snapshots = snapshots
         self.calls: list[tuple[int, float]] = []
         """Training step and seconds of each."""
@@ -51,10 +51,10 @@ class TimedDrawing(Callback):
 def main(config: RunConfig) -> None:
     """Prints a line a validation, the share, and one JSON line."""
     data = prepared_text(config)
-    drawing = TimedDrawing(snapshots_of(data))
-    with StopOnSignal(), tempfile.TemporaryDirectory() as folder:  # train.py's Trainer takes the signals over
+    drawing = TimedDrawing(validation_images_of(data))
+    with GracefulStop(), tempfile.TemporaryDirectory() as folder:  # train.py's Trainer takes the signals over
         began = time.perf_counter()
-        train(config, data, Path(folder), STEPS, config.validations, first=Callback(), drawing=drawing)
+        train(config, data, Path(folder), STEPS, config.num_validations, first=Callback(), drawing=drawing)
         run_s = time.perf_counter() - began
     seconds = [each for _, each in drawing.calls]
     print(f"{'validation':>10} {'step':>6} {'drawing, s':>11}")
@@ -62,7 +62,7 @@ def main(config: RunConfig) -> None:
         print(f"{number + 1:10} {step:6,} {each:11.3f}")
     default_s = DEFAULT_TIME.total_seconds()
     share = sum(seconds) / default_s
-    print(f"in a run of {run_s:.1f} s, {counted(torch.get_num_threads(), 'thread')}; "
+    print(f"in a run of {run_s:.1f} s, {pluralize(torch.get_num_threads(), 'thread')}; "
           f"median {statistics.median(seconds):.3f} s a validation, the first {seconds[0]:.3f} s")  # fmt: skip
     print(f"{len(seconds)} drawings take {sum(seconds):.2f} s, {share:.2%} of a default run of {default_s:.0f} s; "
           f"promised: at most {PROMISED_SHARE:.0%}")  # fmt: skip

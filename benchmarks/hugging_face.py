@@ -9,7 +9,7 @@ from model.gpt import GPT
 from system.errors import UserError
 
 
-def refuse_without_transformers() -> None:
+def check_transformers_installed() -> None:
     """Raises UserError where it is not installed: before anything is measured."""
     if find_spec("transformers") is None:
         raise UserError("this compares with transformers. Install it: pip install -r requirements-dev.txt")

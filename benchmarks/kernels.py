@@ -26,8 +26,8 @@ from configs.entry_point import entry_point
 from configs.schema import KernelsConfig
 from model import kernels, layers
 from model.kernels.bfloat16 import BF16_MATMUL
-from system.allocator import keep_freed_memory
-from system.text import counted
+from system.allocator import disable_malloc_trim
+from system.text import pluralize
 
 WARMUP_STEPS = 3
 
@@ -128,10 +128,10 @@ def main(config: KernelsConfig) -> None:
     """Prints a row for each kernel, and one JSON line."""
     torch.manual_seed(0)
     if config.keep_memory:
-        keep_freed_memory()
+        disable_malloc_trim()
     steps = measured_cases(config.vocab_size)
     on = machine()
-    print(f"on {on}\n{counted(torch.get_num_threads(), 'thread')}; a step without the kernel, over one with all; "
+    print(f"on {on}\n{pluralize(torch.get_num_threads(), 'thread')}; a step without the kernel, over one with all; "
           f"median of {config.pairs} pairs\n")  # fmt: skip
     print(f"{'model/kernels/':30}" + "".join(f"{name:>10}" for name in steps))
     results: dict[str, dict[str, float | None]] = {}

@@ -19,17 +19,17 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Callback
 
-from benchmarks.default_run import new_network, prepared_text, snapshots_of, train
+from benchmarks.default_run import new_network, prepared_text, train, validation_images_of
 from benchmarks.machine import machine
 from configs.cli import compose
 from configs.entry_point import entry_point
 from model.kernels.bfloat16 import matmul_precision
-from system.text import counted
-from training.checkpointing import StopOnSignal
+from system.text import pluralize
+from training.checkpointing import GracefulStop
 from training.config import RunConfig
-from training.datamodule import TextData
+from training.datamodule import TextDataModule
 from training.optim import build_optimizer, warmup_stable_decay
-from training.trainer import resolve
+from training.trainer import resolve_trainer_options
 
 WARMUP_STEPS, ROUNDS = 20, 15
 
@@ -48,13 +48,13 @@ SMALL = ("model.num_layers=1", "model.num_heads=2", "model.d_model=64", "data.ba
 MODELS = (Model("default", (), 75, 1.03), Model("small", SMALL, 300, 1.12))
 
 
-def by_hand(config: RunConfig, data: TextData, steps: int) -> float:
+def by_hand(config: RunConfig, data: TextDataModule, steps: int) -> float:
     """Milliseconds a step of a plain PyTorch loop."""
     network, schedule = new_network(config, data), config.optimizer
     optimizer = build_optimizer(network, schedule)
     peaks = [group["lr"] for group in optimizer.param_groups]
     batches = data.train_dataloader()
-    precision = resolve(config.trainer | {"accelerator": "cpu"})["precision"]
+    precision = resolve_trainer_options(config.trainer | {"accelerator": "cpu"})["precision"]
     for step in range(WARMUP_STEPS + steps):
         if step == WARMUP_STEPS:
             start = time.perf_counter()
@@ -85,10 +85,18 @@ class Stopwatch(Callback):
         self.step_ms = 1000 * (time.perf_counter() - self.start) / (trainer.global_step - WARMUP_STEPS)
 
 
-def by_lightning(config: RunConfig, data: TextData, steps: int, run_dir: Path) -> float:
+def by_lightning(config: RunConfig, data: TextDataModule, steps: int, run_dir: Path) -> float:
     """Milliseconds a step of the Trainer of train.py."""
     stopwatch = Stopwatch()
-    train(config, data, run_dir, WARMUP_STEPS + steps, validations=0, first=stopwatch, drawing=snapshots_of(data))
+    train(
+        config,
+        data,
+        run_dir,
+        WARMUP_STEPS + steps,
+        num_validations=0,
+        first=stopwatch,
+        drawing=validation_images_of(data),
+    )
     return stopwatch.step_ms
 
 
@@ -116,8 +124,8 @@ def main(overrides: list[str]) -> None:
     """Measures both models, and prints one JSON line."""
     compose("train", overrides)  # refuses what cannot be set
     gc.freeze()  # as train.py does after its imports: system/deferred_imports.py
-    print(f"on the CPU, {counted(torch.get_num_threads(), 'thread')}")
-    with StopOnSignal():  # train.py's Trainer takes the signals over
+    print(f"on the CPU, {pluralize(torch.get_num_threads(), 'thread')}")
+    with GracefulStop():  # train.py's Trainer takes the signals over
         results = {model.name: measure(model, overrides) for model in MODELS}
     print(
         json.dumps(

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.machine import machine
-from configs.cli import refuse_arguments
+from configs.cli import check_no_arguments
 from configs.entry_point import entry_point
 from model.kernels.onednn import has_onednn, onednn_is_faster, onednn_linear
 from system.errors import UserError
@@ -33,7 +33,7 @@ def step_ms(product, x: Tensor, weight: Tensor, grad: Tensor) -> float:
 
 def main(arguments: list[str]) -> None:
     """Prints a line a shape, and one JSON line. Raises UserError without oneDNN."""
-    refuse_arguments(arguments)
+    check_no_arguments(arguments)
     if not has_onednn():
         raise UserError(
             "This PyTorch has no oneDNN to compare with: model/kernels/linear.py uses PyTorch's own product."

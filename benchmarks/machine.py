@@ -6,7 +6,7 @@ from datetime import date
 from importlib import metadata
 from pathlib import Path
 
-from system.text import counted
+from system.text import pluralize
 
 
 def machine() -> str:
@@ -22,7 +22,7 @@ def machine() -> str:
     return ", ".join(
         [
             processor,
-            counted(os.cpu_count(), "core"),
+            pluralize(os.cpu_count(), "core"),
             f"torch {metadata.version('torch')}",
             f"Python {platform.python_version()}",
             platform.system(),

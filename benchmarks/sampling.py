@@ -27,10 +27,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from benchmarks.hugging_face import hugging_face_gpt2, refuse_without_transformers
+from benchmarks.hugging_face import check_transformers_installed, hugging_face_gpt2
 from benchmarks.machine import machine
-from checkpoint.checkpoint import NETWORK_PREFIX, gpt_entry
-from configs.cli import refuse_arguments
+from checkpoint.checkpoint import NETWORK_PREFIX, checkpoint_metadata
+from configs.cli import check_no_arguments
 from configs.entry_point import entry_point
 from data.config import TokenizerConfig
 from data.tokenizer import build_tokenizer
@@ -44,7 +44,7 @@ from sampling.fast_copy import packed, small_matrix
 from sampling.kv_cache import BatchedKVCache, KVCache
 from sampling.sampler import generate_batch
 from sampling.text import CompletionStream
-from system.text import counted
+from system.text import pluralize
 
 BABY = GPTConfig(vocab_size=65, num_layers=6, num_heads=6, d_model=384, context_length=256)
 SMALL = GPTConfig(vocab_size=1024)
@@ -161,7 +161,7 @@ def seconds_to_first_character(network: GPT) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.ckpt"
         weights = {NETWORK_PREFIX + name: weight for name, weight in network.state_dict().items()}
-        entry = gpt_entry(network.config, tokenizer, 0, {"nats_per_token": 0.0, "bits_per_byte": 0.0})
+        entry = checkpoint_metadata(network.config, tokenizer, 0, {"nats_per_token": 0.0, "bits_per_byte": 0.0})
         torch.save({"gpt": entry, "state_dict": weights}, path)
         load = f"import configs.entry_point, torch; torch.load({str(path)!r}, weights_only=True)"
         ours, bare = [], []
@@ -180,15 +180,15 @@ def seconds_to_first_character(network: GPT) -> tuple[float, float]:
 
 def main(arguments: list[str]) -> None:
     """Prints each comparison beside what is aimed at, and one JSON line. Raises UserError without transformers."""
-    refuse_arguments(arguments)
-    refuse_without_transformers()
+    check_no_arguments(arguments)
+    check_transformers_installed()
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
     baby, longer, small = GPT(BABY), GPT(replace(BABY, context_length=8 * BABY.context_length)), GPT(SMALL)
     new = BABY.context_length - 1
     greedy = SamplingConfig(max_new_tokens=new, temperature=0)
     print(f"{baby.num_parameters():,} parameters, context {BABY.context_length}, "
-          f"{counted(torch.get_num_threads(), 'thread')}; median of {ROUNDS} rounds or more in turn\n")  # fmt: skip
+          f"{pluralize(torch.get_num_threads(), 'thread')}; median of {ROUNDS} rounds or more in turn\n")  # fmt: skip
     result = {"benchmark": "sampling", "machine": machine(), "threads": torch.get_num_threads()}
 
     theirs, decoder = hugging_face(baby), Decoder(baby)

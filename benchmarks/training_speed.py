@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.hugging_face import hugging_face_gpt2, refuse_without_transformers
+from benchmarks.hugging_face import check_transformers_installed, hugging_face_gpt2
 from benchmarks.machine import machine
 from configs.cli import compose
 from configs.entry_point import entry_point
@@ -38,8 +38,8 @@ from model.kernels.bfloat16 import BF16_MATMUL, has_bf16_units, matmul_precision
 from model.kernels.cross_entropy import CHUNK_ROWS
 from model.kernels.onednn import onednn_is_faster, prefer_onednn, raw_onednn_product
 from model.layers import Linear
-from system.allocator import keep_freed_memory
-from system.text import counted
+from system.allocator import disable_malloc_trim
+from system.text import pluralize
 from training.config import OptimizerConfig
 from training.optim import build_optimizer
 
@@ -212,7 +212,7 @@ def measure(case: Case, against: bool, compiled: bool) -> dict[str, float]:
             steps["theirs_compiled"] = hugging_face_step(case, fused=True, compiled=True)
     rounds = medians_in_turns(steps)
     ms = {name: statistics.median(each) for name, each in rounds.items()}
-    flops = case.batch_size * step_flops(case.config, case.config.context_length, "fused")
+    flops = case.batch_size * step_flops(case.config, case.config.context_length, "sdpa")
     linear_flops, attention_flops = (sum(product.flops for product in some) for some in (linear, attention))
     found = {
         **{f"{name}_ms": value for name, value in ms.items()},
@@ -232,11 +232,11 @@ def measure(case: Case, against: bool, compiled: bool) -> dict[str, float]:
 
 def main(config: TrainingSpeedConfig) -> None:
     """Prints what was measured, beside what is promised, and one JSON line. Raises UserError."""
-    refuse_without_transformers()
+    check_transformers_installed()
     torch.manual_seed(0)
     if config.keep_memory:
-        keep_freed_memory()
-    print(f"vocabulary {config.vocab_size:,}; float32 on {counted(torch.get_num_threads(), 'thread')}; "
+        disable_malloc_trim()
+    print(f"vocabulary {config.vocab_size:,}; float32 on {pluralize(torch.get_num_threads(), 'thread')}; "
           f"medians of {ROUNDS} rounds of {STEPS} steps, in turns\n")  # fmt: skip
     results = {}
     print(f"{'':14} {'':>8} {'GFLOP/s of':^28}  {'share, of':^18}")

@@ -31,13 +31,13 @@ def train_default_steps() -> None:
 
     from model.gpt import GPT
     from model.kernels.bfloat16 import matmul_precision
-    from system.allocator import keep_freed_memory
+    from system.allocator import disable_malloc_trim
     from training.budget import REFERENCE, REFERENCE_BATCH
     from training.config import OptimizerConfig
     from training.optim import build_optimizer
     from training.trainer import best_precision
 
-    keep_freed_memory()
+    disable_malloc_trim()
     device = torch.device("cpu")
     network = GPT(REFERENCE)
     optimizer = build_optimizer(network, OptimizerConfig())

@@ -16,8 +16,12 @@ from model.layers import sliding_window_attention
 from training.config import OptimizerConfig
 from training.optim import build_optimizer
 
-# Windowed attention as the model takes it, and the two ways it can go on CUDA, whichever it would take.
-WINDOWED = {"windowed": sliding_window_attention, "blocks": attention_in_blocks, "flex": flex_sliding_window_attention}
+# sliding window attention as the model takes it, and the two ways it can go on CUDA, whichever it would take.
+SLIDING_WINDOW = {
+    "sliding_window": sliding_window_attention,
+    "blocks": attention_in_blocks,
+    "flex": flex_sliding_window_attention,
+}
 
 
 @dataclass(frozen=True)
@@ -45,10 +49,10 @@ def attention_pass(
     upstream = torch.randn(shape, device=device, dtype=dtype)
 
     def forward() -> Tensor:
-        if implementation == "fused":
+        if implementation == "sdpa":
             return sdpa_attention(q, k, v, causal=True)
-        if implementation in WINDOWED:
-            return WINDOWED[implementation](q, k, v, config.attention_window)
+        if implementation in SLIDING_WINDOW:
+            return SLIDING_WINDOW[implementation](q, k, v, config.sliding_window)
         mask = torch.ones(context_length, context_length, dtype=torch.bool, device=device).tril()
         return eager_attention(q, k, v, mask)[0]
 
@@ -68,11 +72,11 @@ def training_step(
     device: str,
 ) -> Workload:
     """Forward pass, loss, backward pass and optimiser of the whole model, on random tokens."""
-    window = config.attention_window if implementation == "windowed" else None
-    network = GPT(replace(config, context_length=context_length, attention_window=window)).to(device)
-    if implementation == "written_out":
+    window = config.sliding_window if implementation == "sliding_window" else None
+    network = GPT(replace(config, context_length=context_length, sliding_window=window)).to(device)
+    if implementation == "eager":
         for block in network.blocks:
-            block.attention = WrittenOut(block.attention)
+            block.attention = EagerAttention(block.attention)
     optimizer = build_optimizer(network, optimizer_config)
     ids = torch.randint(config.vocab_size, (sequences, context_length + 1), device=device)
 
@@ -88,7 +92,7 @@ def training_step(
     return Workload(functools.partial(forward, ids), backward)
 
 
-class WrittenOut(nn.Module):
+class EagerAttention(nn.Module):
     """A model's attention, made to take the path that shows its weights."""
 
     def __init__(self, attention: nn.Module):

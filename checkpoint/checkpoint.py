@@ -15,23 +15,27 @@ import torch
 
 from checkpoint.io import read_checkpoint, write_checkpoint
 from checkpoint.safetensors_io import SUFFIX, read_safetensors, write_safetensors
-from data.tokenizer import from_plain, to_plain
-from model.config import GPTConfig
-from model.flops import least_weights
+from data.tokenizer import deserialize, serialize
+from model.config import RENAMED_FIELDS, GPTConfig
+from model.flops import min_parameters
 from model.gpt import GPT
 from system.checks import COUNT, Number, check, short
 from system.errors import UserError
-from system.text import counted
+from system.text import pluralize
 
 MAX_ROPE_NUMBERS = 1 << 25  # a million positions of 32: the one part that no weights bound
-FORMAT = 2  # of the `gpt` entry; raised when an older version of the project could not read it
-READABLE_FORMATS = (1, FORMAT)  # in 1 the weights of lm_head are called output
+FORMAT = 3  # of the `gpt` entry; raised when an older version of the project could not read it
+READABLE_FORMATS = (
+    1,
+    2,
+    FORMAT,
+)  # in 1 the weights of lm_head are called output; in 2 fields of GPTConfig have other names
 NETWORK_PREFIX = "network."  # GPTLightning keeps the GPT under this name
-TENSORS_A_LAYER = 4  # at least: of attention and MLP two matrices each
+MAX_TENSORS_PER_LAYER = 4  # at least: of attention and MLP two matrices each
 _FIGURE = Number(float, 0, 1e9, or_nan=True)  # nan: before the first validation
 _ENTRY = {
     "model": {str: object},  # GPTConfig checks each
-    "tokenizer": {str: object},  # and so does from_plain
+    "tokenizer": {str: object},  # and so does deserialize
     "step": COUNT,
     "validation": {"nats_per_token": _FIGURE, "bits_per_byte": _FIGURE},
 }
@@ -62,16 +66,18 @@ class Checkpoint:
 
     def export(self, path: Path) -> None:
         """Writes the network and what it takes to sample from it as safetensors. Raises UserError."""
-        entry = gpt_entry(self.network.config, self.tokenizer, self.step, self.validation)
+        entry = checkpoint_metadata(self.network.config, self.tokenizer, self.step, self.validation)
         write_safetensors(path, entry, self.network.state_dict())
 
 
-def gpt_entry(config: GPTConfig, tokenizer: tiktoken.Encoding, step: int, validation: dict[str, float]) -> dict:
+def checkpoint_metadata(
+    config: GPTConfig, tokenizer: tiktoken.Encoding, step: int, validation: dict[str, float]
+) -> dict:
     """The `gpt` entry of a checkpoint."""
     return {
         "format": FORMAT,
         "model": asdict(config),
-        "tokenizer": to_plain(tokenizer),
+        "tokenizer": serialize(tokenizer),
         "step": step,
         "validation": validation,
     }
@@ -108,17 +114,27 @@ def check_entry(
 ) -> tuple[GPTConfig, tiktoken.Encoding]:
     """The network and the tokenizer that a checkpoint describes, each value of the kind that is expected, and the
     network no larger than its weights. Raises UserError."""
-    refuse_other_format(entry, path)
+    check_format(entry, path)
     try:
         check(entry, _ENTRY, "gpt")
-        config = GPTConfig(**entry["model"])
-        _refuse_larger(config, weights)
-        tokenizer = from_plain(entry["tokenizer"])
+        config = GPTConfig(**_current_fields(entry))
+        _check_size(config, weights)
+        tokenizer = deserialize(entry["tokenizer"])
         if tokenizer.n_vocab != config.vocab_size:
             raise ValueError(f"{tokenizer.n_vocab} tokens, but a network for {config.vocab_size}")
     except _UNFIT as error:
         raise _does_not_fit(path, error) from error
     return config, tokenizer
+
+
+def _current_fields(entry: dict[str, Any]) -> dict[str, Any]:
+    """The fields of GPTConfig, where an earlier format has other names, and other letters for the window pattern."""
+    if entry.get("format", 1) == FORMAT:
+        return entry["model"]
+    fields = {RENAMED_FIELDS.get(name, name): value for name, value in entry["model"].items()}
+    if type(pattern := fields.get("window_pattern")) is str:  # L was a local layer, F a full one
+        fields["window_pattern"] = pattern.translate(str.maketrans("LF", "SL"))
+    return fields
 
 
 def load_weights(network: GPT, weights: dict[str, torch.Tensor], path: Path) -> None:
@@ -137,14 +153,14 @@ def _does_not_fit(path: Path, error: Exception) -> UserError:
     return UserError(f"{path} does not fit this version of the project ({reason}). Train again, or use another.")
 
 
-def _refuse_larger(config: GPTConfig, weights: dict[str, torch.Tensor]) -> None:
+def _check_size(config: GPTConfig, weights: dict[str, torch.Tensor]) -> None:
     """Before a network takes memory: raises ValueError where its config asks for more than the weights there are."""
     data = {tensor.untyped_storage().data_ptr(): tensor.numel() for tensor in weights.values()}  # tied ones once
-    there, needed = sum(data.values()), least_weights(config)
+    there, needed = sum(data.values()), min_parameters(config)
     if needed > there or config.context_length * config.head_dim > MAX_ROPE_NUMBERS:
         raise ValueError(f"it describes a network of {needed:,} weights, but has {there:,}")
-    if config.num_layers * TENSORS_A_LAYER > len(weights):
-        raise ValueError(f"it describes {counted(config.num_layers, 'layer')}, but has {len(weights):,} tensors")
+    if config.num_layers * MAX_TENSORS_PER_LAYER > len(weights):
+        raise ValueError(f"it describes {pluralize(config.num_layers, 'layer')}, but has {len(weights):,} tensors")
 
 
 def network_weights(content: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -156,7 +172,7 @@ def network_weights(content: dict[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-def refuse_other_format(entry: dict[str, Any], path: Path) -> None:
+def check_format(entry: dict[str, Any], path: Path) -> None:
     """Raises UserError for a checkpoint that a later version of the project wrote."""
     written = entry.get("format", 1)
     if type(written) is not int or written not in READABLE_FORMATS:
@@ -166,7 +182,7 @@ def refuse_other_format(entry: dict[str, Any], path: Path) -> None:
         )
 
 
-def refuse_other_network(
+def check_same_network(
     entry: dict[str, Any], saved: GPTConfig, config: GPTConfig, tokenizer: tiktoken.Encoding, path: Path
 ) -> None:
     """Raises UserError where the weights of a checkpoint are not for this network, or not for these tokens.
@@ -180,16 +196,16 @@ def refuse_other_network(
         for name in ours
         if name not in NOT_IN_WEIGHTS and ours[name] != theirs[name]
     ]
-    if not differ and to_plain(tokenizer) != entry["tokenizer"]:
+    if not differ and serialize(tokenizer) != entry["tokenizer"]:
         differ = [f"tokenizer {tokenizer.name} has other tokens than the checkpoint's"]
     if differ:
         raise UserError(f"{path} is of another network: {'; '.join(differ)}. Give the same, or another checkpoint.")
 
 
-def refuse_other_weights(path: Path, network: GPT, tokenizer: tiktoken.Encoding) -> None:
+def check_same_weights(path: Path, network: GPT, tokenizer: tiktoken.Encoding) -> None:
     """Raises UserError for a checkpoint that is damaged, or not of such a network with these tokens."""
     saved = load_checkpoint(path)
-    if saved.network.config != network.config or to_plain(saved.tokenizer) != to_plain(tokenizer):
+    if saved.network.config != network.config or serialize(saved.tokenizer) != serialize(tokenizer):
         raise UserError(f"{path} is of another network, or has other tokens.")
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from checkpoint.pickle_scan import refuse_unsafe
+from checkpoint.pickle_scan import check_safe
 from system.checks import check
 from system.errors import UserError
-from system.files import written_whole
+from system.files import atomic_write
 
 MARK = b"tinyGPT1"
 SEAL_BYTES = len(MARK) + hashlib.sha256().digest_size
@@ -32,7 +32,7 @@ def write_checkpoint(content: dict[str, Any], path: Path, previous: Path | None 
     buffer = io.BytesIO()
     torch.save(content, buffer)
     path.parent.mkdir(exist_ok=True)  # not its parents: a run directory that was deleted stays so
-    with written_whole(path, path.with_suffix(".tmp"), previous) as file:
+    with atomic_write(path, path.with_suffix(".tmp"), previous) as file:
         file.write(buffer.getbuffer())
         file.write(MARK + hashlib.sha256(buffer.getbuffer()).digest())
 
@@ -51,7 +51,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         if seal.startswith(MARK) and seal != MARK + hashlib.sha256(body).digest():
             raise UserError(f"{path} is damaged: its checksum is not that of its content. Use another checkpoint.")
         archive = body if seal.startswith(MARK) else data
-        refuse_unsafe(path, io.BytesIO(archive))
+        check_safe(path, io.BytesIO(archive))
         content = _plain(torch.load(io.BytesIO(archive), map_location="cpu", weights_only=True))
         check(content, {"gpt": dict, "state_dict": {str: torch.Tensor}}, "it")
     except (UserError, MemoryError):

@@ -35,7 +35,7 @@ MAX_DEPTH = 32  # containers in containers; ours have 9
 MAX_DIMENSIONS = 8
 # What the file makes, counted as often as it is reached, is at most so many times the file's own size. Weights that
 # are used twice, in the embedding and in the output layer, are reached twice.
-MAX_GROWTH = 4
+MAX_EXPANSION = 4
 _CONTAINER_BYTES, _TENSOR_BYTES, _VALUE_BYTES = 64, 512, 8  # about what they take in memory, without their content
 
 
@@ -43,7 +43,7 @@ class Refused(Exception):
     """Not what torch.save writes for plain values; args[0] says why."""
 
 
-def refuse_unsafe(path: Path, file: BinaryIO) -> None:
+def check_safe(path: Path, file: BinaryIO) -> None:
     """Raises UserError for a file that is damaged, or that holds more than plain values and tensors.
 
     Args:
@@ -52,10 +52,10 @@ def refuse_unsafe(path: Path, file: BinaryIO) -> None:
     """
     try:
         with zipfile.ZipFile(file) as archive:
-            _refuse_other_ends(file)
+            _check_container(file)
             sizes = _checked_sizes(archive)
             content = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
-        refuse_growth(_follow(content, sizes), MAX_GROWTH * file.seek(0, 2))
+        check_expansion(_follow(content, sizes), MAX_EXPANSION * file.seek(0, 2))
     except (Refused, zipfile.BadZipFile) as error:
         reason = str(error)
     except OSError as error:
@@ -70,7 +70,7 @@ def refuse_unsafe(path: Path, file: BinaryIO) -> None:
     )
 
 
-def _refuse_other_ends(file: BinaryIO) -> None:
+def _check_container(file: BinaryIO) -> None:
     """One end, at the end: readers that search for it, each in its way, then all find the same entries.
 
     https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.14 to 4.3.16: a record of 22 bytes, and before it
@@ -182,7 +182,7 @@ def _of_type(value: Any, *types: type) -> Any:
     return value
 
 
-def refuse_growth(made: Any, most_bytes: int) -> None:
+def check_expansion(made: Any, most_bytes: int) -> None:
     """Raises Refused where values lie too deep in each other, or are larger in memory than the file accounts for."""
     waiting, taken = [(made, 1)], 0
     while waiting:
@@ -198,14 +198,16 @@ def refuse_growth(made: Any, most_bytes: int) -> None:
 
 def _bytes_of(value: Any) -> int:
     """About what it takes in memory, without what is in it."""
-    if isinstance(value, _Inert):
+    if isinstance(value, _StubTensor):
         return _TENSOR_BYTES + value.num_bytes
     if isinstance(value, dict | list | tuple):
         return _CONTAINER_BYTES
     return _VALUE_BYTES + (len(value) if isinstance(value, str) else 0)
 
 
-def _measure_data(kind: str, bytes_a_number: int, key: str, device: str, count: int, sizes: dict[str, int]) -> "_Inert":
+def _measure_data(
+    kind: str, bytes_a_number: int, key: str, device: str, count: int, sizes: dict[str, int]
+) -> "_StubTensor":
     """A tensor's data: as many numbers as the pickle says, if that is what the file has."""
     if kind != "storage" or type(bytes_a_number) is not int or type(count) is not int or type(key) is not str:
         raise Refused("its tensors have data of an unknown kind")
@@ -213,11 +215,11 @@ def _measure_data(kind: str, bytes_a_number: int, key: str, device: str, count: 
         raise Refused("a tensor's data are not in it")
     if count < 0 or count * bytes_a_number != sizes[key]:
         raise Refused(f"a tensor claims {short(count)} numbers, the file has {sizes[key]:,} bytes of them")
-    return _Inert(count, bytes_a_number)
+    return _StubTensor(count, bytes_a_number)
 
 
 @dataclass(frozen=True)
-class _Inert:
+class _StubTensor:
     """Stands for a tensor or its data."""
 
     count: int
@@ -228,19 +230,21 @@ class _Inert:
         return self.count * self.bytes_a_number
 
 
-def _measure_tensor(data: _Inert, offset: int, shape: tuple, strides: tuple, grad: bool, hooks: dict) -> _Inert:
-    if type(data) is not _Inert or hooks or type(shape) is not tuple or type(strides) is not tuple:
+def _measure_tensor(
+    data: _StubTensor, offset: int, shape: tuple, strides: tuple, grad: bool, hooks: dict
+) -> _StubTensor:
+    if type(data) is not _StubTensor or hooks or type(shape) is not tuple or type(strides) is not tuple:
         raise Refused("it has a tensor of an unknown kind")
     if len(shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 1 << 63 for n in (offset, *shape, *strides)):
         raise Refused("it has a tensor of an unknown kind")
     last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     if math.prod(shape) > data.count or (math.prod(shape) and last >= data.count):
         raise Refused(f"a tensor of shape {shape} is larger than its data")
-    return _Inert(math.prod(shape), data.bytes_a_number)
+    return _StubTensor(math.prod(shape), data.bytes_a_number)
 
 
-def _measure_parameter(tensor: _Inert, grad: bool, hooks: dict) -> _Inert:
-    if type(tensor) is not _Inert or hooks:
+def _measure_parameter(tensor: _StubTensor, grad: bool, hooks: dict) -> _StubTensor:
+    if type(tensor) is not _StubTensor or hooks:
         raise Refused("it has a parameter of an unknown kind")
     return tensor
 

@@ -21,23 +21,23 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs import schema
-from configs.saved_config import escaped, with_saved_config
+from configs.saved_config import escape_interpolation, merge_saved_config
 from system.errors import UserError
 from system.files import expand_user
-from system.interrupts import comes_from_ctrl_c
+from system.interrupts import is_keyboard_interrupt
 from system.memory import is_out_of_memory
-from system.streams import handle_failing_output, print_error
-from training.config import RunConfig, SweepJob, keys_of
-from training.ranks import launcher, repeats_first, started_by_us
+from system.streams import handle_broken_pipe, print_error
+from training.config import RENAMED_KEYS, RunConfig, SweepJob, keys_of
+from training.ranks import is_child_process, is_repeated_error, launcher
 from training.run_dir import remove
 
 CONFIG_DIR = Path(__file__).resolve().parent
 # Of Hydra's own settings a run may choose how a sweep goes; the rest would move or run things behind our back.
 HYDRA_KEYS = ("hydra.mode", "hydra.sweeper", "hydra/sweeper", "hydra.launcher", "hydra/launcher", "hydra.verbose")
 # Hydra's flags that read a file which names what to run: a pickle, or YAML with _target_.
-REFUSED_FLAGS = ("config_name", "config_path", "config_dir", "experimental_rerun")
+REJECTED_FLAGS = ("config_name", "config_path", "config_dir", "experimental_rerun")
 # What takes a program's memory.
-TO_LOWER = {
+MEMORY_KEYS = {
     "train": "data.batch_size, model.context_length, model.num_layers or model.d_model",
     "sample": "num_samples, or give a shorter prompt",
     "see": "the length of the text; of an untrained model also model.context_length or model.d_model",
@@ -59,11 +59,11 @@ YES, NO = ("true", "yes", "on", "y", "1"), ("false", "no", "off", "n", "0")
 def run(task: Callable[[Any], None], config_name: str) -> None:
     """Builds the config, runs the task (once, or once a job of a sweep), and ends the process on an error."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come through to us, instead of being printed by Hydra
-    with one_line_errors(config_name):
+    with exit_on_user_error(config_name):
         schema.register()
-        if not started_by_us():  # which passes on what this line made of the arguments
+        if not is_child_process():  # which passes on what this line made of the arguments
             many = bool({"-m", "--multirun"} & set(sys.argv))
-            literal = [as_literal(argument, config_name, many) for argument in sys.argv[1:]]
+            literal = [quote_literal(argument, config_name, many) for argument in sys.argv[1:]]
             sys.argv[1:] = flags_first(literal, config_name)
             schema.register(only_shown=shows_config(sys.argv[1:]))
 
@@ -73,10 +73,10 @@ def run(task: Callable[[Any], None], config_name: str) -> None:
         @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=config_name)
         def job(config: DictConfig) -> None:
             # One line here too: Hydra would print one of its own first.
-            with handle_failing_output(), one_line_errors(config_name), sweep.run():
+            with handle_broken_pipe(), exit_on_user_error(config_name), sweep.run():
                 composed.append(config)
-                refuse_unknown_or_missing(config, config_name)
-                refuse_sweep_of_launcher()
+                check_keys(config, config_name)
+                check_no_sweep_in_launcher()
                 resolve_paths(config)
                 task(run_config(config))
 
@@ -85,7 +85,7 @@ def run(task: Callable[[Any], None], config_name: str) -> None:
         except Exception as error:
             if composed:
                 raise
-            raise UserError(explain(error, config_name)) from error
+            raise UserError(format_hydra_error(error, config_name)) from error
         finally:
             sweep.report()
         if sweep.failed:
@@ -111,20 +111,20 @@ class Sweep:
         try:
             yield
         except (UserError, HydraException, OmegaConfBaseException) as error:
-            message = str(error) if isinstance(error, UserError) else explain(error, self._config_name)
-            self.failed.setdefault(message, []).append(", ".join(swept_settings()))
+            message = str(error) if isinstance(error, UserError) else format_hydra_error(error, self._config_name)
+            self.failed.setdefault(message, []).append(", ".join(swept_overrides()))
 
     def report(self) -> None:
         """One line for each thing that was wrong; a sweep without a run that trained leaves nothing."""
         for message, runs in self.failed.items():
             which = "" if len(runs) == self._num_runs else f"{'; '.join(runs)}: "
-            if not repeats_first():
+            if not is_repeated_error():
                 print_error(f"{which}{message}")
         if self.failed and not any(path.is_dir() for path in self._directory.iterdir()):
             remove(self._directory)
 
 
-def refuse_sweep_of_launcher() -> None:
+def check_no_sweep_in_launcher() -> None:
     """Raises UserError: each of the launcher's processes would have a sweep of its own."""
     if launcher() and HydraConfig.get().mode == RunMode.MULTIRUN:
         raise UserError(
@@ -132,7 +132,7 @@ def refuse_sweep_of_launcher() -> None:
         )
 
 
-def swept_settings() -> list[str]:
+def swept_overrides() -> list[str]:
     """The settings of this run of a sweep that are not the same in all of its runs."""
     given = {argument.partition("=")[0]: argument for argument in sys.argv}  # as typed: the same in all
     return [text for text in HydraConfig.get().overrides.task if given.get(text.partition("=")[0]) != text]
@@ -145,15 +145,15 @@ def run_config(config: DictConfig) -> RunConfig:
     """
     hydra_config, sweep_job = HydraConfig.get(), None
     if hydra_config.mode == RunMode.MULTIRUN:
-        sweep_job = SweepJob(Path(hydra_config.sweep.dir), hydra_config.job.num, ",".join(swept_settings()))
+        sweep_job = SweepJob(Path(hydra_config.sweep.dir), hydra_config.job.num, ",".join(swept_overrides()))
         if config.resume not in (None, "false"):
             raise UserError("resume goes on with one run, so there is nothing to sweep over. Leave out -m.")
     overrides = tuple(hydra_config.overrides.task)
-    config, resumed = with_saved_config(config, keys_of(overrides))
-    return typed(config, "train", overrides, sweep_job=sweep_job, resumed=resumed)
+    config, resumed = merge_saved_config(config, keys_of(overrides))
+    return to_typed_config(config, "train", overrides, sweep_job=sweep_job, resumed=resumed)
 
 
-def typed(config: DictConfig, config_name: str, overrides: Sequence[str], **derived: Any) -> Any:
+def to_typed_config(config: DictConfig, config_name: str, overrides: Sequence[str], **derived: Any) -> Any:
     """The composed config as the frozen dataclass that a program takes. Raises UserError for values that cannot work.
 
     Args:
@@ -164,12 +164,12 @@ def typed(config: DictConfig, config_name: str, overrides: Sequence[str], **deri
     names = [field.name for field in dataclasses.fields(root)]
     if "overrides" in names:
         derived["overrides"] = tuple(overrides)
-    if "given_keys" in names:
-        derived["given_keys"] = given_keys(config, config_name, keys_of(overrides))
+    if "explicit_keys" in names:
+        derived["explicit_keys"] = explicit_keys(config, config_name, keys_of(overrides))
     return schema.build(root, config, **derived)
 
 
-def given_keys(config: DictConfig, config_name: str, overridden: frozenset[str]) -> frozenset[str]:
+def explicit_keys(config: DictConfig, config_name: str, overridden: frozenset[str]) -> frozenset[str]:
     """Keys that the command line gives, or a file that it chooses gives another value than the default."""
     if not overridden & {*schema.GROUPS, "experiment"}:
         return overridden
@@ -181,15 +181,15 @@ def given_keys(config: DictConfig, config_name: str, overridden: frozenset[str])
 def compose(config_name: str, overrides: list[str]) -> Any:
     """The typed config alone, without Hydra's run directory or sweeps. Raises UserError."""
     schema.register()
-    overrides = [as_literal(override, config_name) for override in overrides]
+    overrides = [quote_literal(override, config_name) for override in overrides]
     with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
         try:
             config = hydra.compose(config_name, overrides)
         except Exception as error:  # of what kind, Hydra does not promise
-            raise UserError(explain(error, config_name)) from error
-        refuse_unknown_or_missing(config, config_name)
+            raise UserError(format_hydra_error(error, config_name)) from error
+        check_keys(config, config_name)
         resolve_paths(config)
-        return typed(config, config_name, overrides)
+        return to_typed_config(config, config_name, overrides)
 
 
 def resolve_paths(config: DictConfig) -> None:
@@ -212,10 +212,10 @@ def resolve_paths(config: DictConfig) -> None:
                 reason = getattr(error, "strerror", None) or error
                 raise UserError(f"{key} is {what}, but must be a path that can be looked up: {reason}.") from error
         if expanded != value:
-            OmegaConf.update(config, key, None if expanded is None else escaped(expanded))
+            OmegaConf.update(config, key, None if expanded is None else escape_interpolation(expanded))
 
 
-def refuse_arguments(arguments: list[str]) -> None:
+def check_no_arguments(arguments: list[str]) -> None:
     """Raises UserError where there are any, for a program without settings."""
     if arguments:
         raise UserError(f"{quoted(arguments[0])} is given, but this program has no settings. Leave it out.")
@@ -228,22 +228,22 @@ def flags_first(arguments: list[str], config_name: str) -> list[str]:
     settings = [argument for argument in arguments if re.match(r"[^-][^=]*=|~", argument)]
     flags = [argument for argument in arguments if argument not in settings]
     parser = get_args_parser()
-    parser.error = partial(_refuse_flag, config_name)  # argparse itself would print how to use all flags
+    parser.error = partial(_unknown_flag, config_name)  # argparse itself would print how to use all flags
     known, unknown = parser.parse_known_args(flags)
     if unknown:
-        raise UserError(f"{unknown[0]!r} is no option: {how_to_set(config_name)}")
-    for name in REFUSED_FLAGS:
+        raise UserError(f"{unknown[0]!r} is no option: {usage_hint(config_name)}")
+    for name in REJECTED_FLAGS:
         if getattr(known, name) is not None:
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} is not taken here. Put a file of settings into configs/experiment/.")
     return flags + settings
 
 
-def _refuse_flag(config_name: str, message: str) -> None:
-    raise UserError(f"{message}: {how_to_set(config_name)}")
+def _unknown_flag(config_name: str, message: str) -> None:
+    raise UserError(f"{message}: {usage_hint(config_name)}")
 
 
-def as_literal(argument: str, config_name: str, sweep: bool = False) -> str:
+def quote_literal(argument: str, config_name: str, sweep: bool = False) -> str:
     """Quotes the value of a key whose text must reach us as it is; other arguments stay. Raises UserError.
 
     In a sweep, commas between the files of data.corpus and init_from separate values.
@@ -254,7 +254,7 @@ def as_literal(argument: str, config_name: str, sweep: bool = False) -> str:
     if equals and re.match(r"[+~]*hydra\b", key) and not key.lstrip("+~").startswith(HYDRA_KEYS):
         raise UserError(f"{argument} is not for a run to set. runs_dir=DIRECTORY says where runs go.")
     if not key.strip("+~ "):
-        raise UserError(f"{argument!r} is no setting: {how_to_set(config_name)}")
+        raise UserError(f"{argument!r} is no setting: {usage_hint(config_name)}")
     group = key.lstrip("+")
     if group in (*schema.GROUPS, "experiment") and re.fullmatch(r"null|true|false|[-+\d.e]+", value):
         raise UserError(f"{argument} is no choice of {group}. Choose one: configs/{group}/ has them.")
@@ -266,7 +266,10 @@ def as_literal(argument: str, config_name: str, sweep: bool = False) -> str:
         return f"{group}=${{three_question_marks:}}"
     values = separate_files(value) if sweep and group in ("data.corpus", "init_from") else [value]
     none = "null" if len(values) > 1 else None
-    quotes = [text if text == none else QuotedString(escaped(text), Quote.single).with_quotes() for text in values]
+    quotes = [
+        text if text == none else QuotedString(escape_interpolation(text), Quote.single).with_quotes()
+        for text in values
+    ]
     return f"{group}={','.join(quotes)}"
 
 
@@ -287,27 +290,27 @@ def shows_config(arguments: list[str]) -> bool:
 
 
 @contextmanager
-def one_line_errors(config_name: str | None) -> Iterator[None]:
+def exit_on_user_error(config_name: str | None) -> Iterator[None]:
     """Ends the process with one line on standard error and exit code 2 where the user can mend it."""
     try:
         yield
     except Exception as error:
-        message = one_line(error, config_name)
+        message = error_line(error, config_name)
         if message is None:
             raise
-        if not repeats_first():
+        if not is_repeated_error():
             print_error(message)
         sys.exit(2)
 
 
-def one_line(error: Exception, config_name: str | None) -> str | None:
+def error_line(error: Exception, config_name: str | None) -> str | None:
     """What the user can do about an error; None: nothing, it is a bug, and its traceback is what helps."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, (HydraException, OmegaConfBaseException)):
-        return explain(error, config_name or "train")
+        return format_hydra_error(error, config_name or "train")
     if is_out_of_memory(error):
-        return f"out of memory. Lower {TO_LOWER.get(config_name, 'what is asked for')}, or end other programs."
+        return f"out of memory. Lower {MEMORY_KEYS.get(config_name, 'what is asked for')}, or end other programs."
     if isinstance(error, OSError) and error.filename is not None:
         return f"{quoted(error.filename)} cannot be read or written: {error.strerror}. Give another path."
     return None
@@ -319,12 +322,12 @@ def quoted(value: object, most: int = 100) -> str:
     return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 4 :]}"
 
 
-def explain(error: Exception, config_name: str) -> str:
+def format_hydra_error(error: Exception, config_name: str) -> str:
     """Hydra's or OmegaConf's complaint in one line: the value, what was expected, how to mend it.
 
     Raises KeyboardInterrupt where that is what it comes from.
     """
-    if comes_from_ctrl_c(error):
+    if is_keyboard_interrupt(error):
         raise KeyboardInterrupt
     reason: BaseException | None = error
     while reason is not None:  # what one of our resolvers says is inside what Hydra and OmegaConf say of it
@@ -350,14 +353,14 @@ def explain(error: Exception, config_name: str) -> str:
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
         return f"{group}={name} does not exist. Choose from: {', '.join(error.options)}."
     if isinstance(error, OverrideParseException):
-        return f"{error.override!r} is no setting: {how_to_set(config_name)}"
+        return f"{error.override!r} is no setting: {usage_hint(config_name)}"
     if isinstance(error, ConfigCompositionException) and cause:
         text += f" ({cause})"
     said = " ".join(text.split("See https")[0].split())
     return f"{where.split()[0]}: {said}. Give a plain value." if where else said
 
 
-def refuse_unknown_or_missing(config: DictConfig, config_name: str) -> None:
+def check_keys(config: DictConfig, config_name: str) -> None:
     """Raises UserError for a key that Hydra let in because of a leading +, or that ~key or key=??? took away."""
     known = schema.keys_of(schema.ROOTS[config_name])
     for key in config:
@@ -373,12 +376,15 @@ def unknown_key(key: str, config_name: str) -> str:
     known = known_keys(config_name)
     if key in known:
         return f"{key} cannot be set: another setting took {key.rpartition('.')[0] or key} away. Leave one out."
+    if key in RENAMED_KEYS:
+        letters = " Its letters are now S (sliding window) and L (all tokens)." if key.endswith("_pattern") else ""
+        return f"{key} is now called {RENAMED_KEYS[key]}.{letters}"
     near = difflib.get_close_matches(key, known, n=3)
-    mend = f"Did you mean {' or '.join(near)}?" if near else f"configs/{config_name}.yaml lists the keys."
-    return f"{key} is no key of the config. {mend}"
+    fix = f"Did you mean {' or '.join(near)}?" if near else f"configs/{config_name}.yaml lists the keys."
+    return f"{key} is an unknown key. {fix}"
 
 
-def how_to_set(config_name: str) -> str:
+def usage_hint(config_name: str) -> str:
     """How a key is given, with one of the program's own as example, and where the others are."""
     key, value = next(item for item in default_config(config_name).items() if type(item[1]) is int)
     return f"write key=value, for example {key}={value}; configs/{config_name}.yaml lists the keys."

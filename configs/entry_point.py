@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from system.streams import handle_failing_output, open_closed_streams, use_utf8
+from system.streams import handle_broken_pipe, open_closed_streams, use_utf8
 from system.version import VERSION
 
 open_closed_streams()
@@ -31,13 +31,13 @@ def entry_point(main: Callable[[Any], None], config_name: str | None = None, swe
         config_name: the file of configs/ that has the keys.
         sweeps: whether `-m` runs it once a combination of values.
     """
-    from configs.cli import compose, one_line_errors, run  # takes a moment
+    from configs.cli import compose, exit_on_user_error, run  # takes a moment
     from configs.help_text import help_text
 
     use_utf8()
     logging.raiseExceptions = False  # of a handler whose stream fails: the stream's own end is handled here
     arguments = sys.argv[1:]
-    with handle_failing_output(), one_line_errors(config_name):
+    with handle_broken_pipe(), exit_on_user_error(config_name):
         if {"--help", "-h"} & set(arguments):
             print(help_text(inspect.unwrap(main).__globals__["__doc__"], config_name))
         elif "--version" in arguments:

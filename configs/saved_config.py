@@ -14,9 +14,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from system.checks import short
 from system.errors import UserError
-from system.files import written_whole
-from training.config import Resumed, RunConfig
-from training.resume import find_run, is_fixed, refuse_finished
+from system.files import atomic_write
+from training.config import RENAMED_KEYS, Resumed, RunConfig
+from training.resume import check_unfinished, find_run, is_fixed
 
 _NOT_THE_RUNS = ("resume", "runs_dir")
 _CONFIG_BYTES = 1 << 16  # ours has two thousand
@@ -32,7 +32,7 @@ _ENDS = (yaml.BlockEndToken, yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken
 def save_config(config: RunConfig, run_dir: Path) -> None:
     """Writes config.yaml, whole or not at all: every choice of the run, defaults included; nothing left to compute."""
     values = OmegaConf.create(_as_text(config.values()))
-    with written_whole(run_dir / "config.yaml", run_dir / "config.tmp") as file:
+    with atomic_write(run_dir / "config.yaml", run_dir / "config.tmp") as file:
         file.write(OmegaConf.to_yaml(values).encode())
 
 
@@ -41,10 +41,10 @@ def _as_text(node: Any) -> Any:
         return {key: _as_text(value) for key, value in node.items()}
     if isinstance(node, list):
         return [_as_text(value) for value in node]
-    return escaped(node) if isinstance(node, str) else node
+    return escape_interpolation(node) if isinstance(node, str) else node
 
 
-def escaped(text: str) -> str:
+def escape_interpolation(text: str) -> str:
     """The text in such a way that OmegaConf takes it as text.
 
     It would resolve ${...}: a backslash makes that text, and backslashes before it count double.
@@ -52,7 +52,7 @@ def escaped(text: str) -> str:
     return re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + r"\${", text)
 
 
-def with_saved_config(config: DictConfig, overridden_keys: Collection[str]) -> tuple[DictConfig, Resumed | None]:
+def merge_saved_config(config: DictConfig, overridden_keys: Collection[str]) -> tuple[DictConfig, Resumed | None]:
     """The config of the run that `resume` names, with what the command line changes; or the config as it is, and None.
 
     Raises UserError where there is no such run, where it is finished, and for settings that can't change.
@@ -63,7 +63,7 @@ def with_saved_config(config: DictConfig, overridden_keys: Collection[str]) -> t
         raise UserError("resume goes on with a run, init_from begins a new one. Leave one out.")
     run_dir, checkpoint = find_run(str(config.resume), Path(config.runs_dir))
     merged, changes = _with_changes(_saved_config(run_dir), config, overridden_keys, run_dir)
-    refuse_finished(run_dir, lambda key: OmegaConf.select(merged, key), changes)
+    check_unfinished(run_dir, lambda key: OmegaConf.select(merged, key), changes)
     return merged, Resumed(run_dir, checkpoint, tuple(changes))
 
 
@@ -77,18 +77,25 @@ def _saved_config(run_dir: Path) -> DictConfig:
         if path.stat().st_size > _CONFIG_BYTES:
             raise ValueError(f"it has more than {_CONFIG_BYTES:,} bytes")
         text = path.read_text(encoding="utf-8")
-        _refuse_what_grows(text)
+        _check_yaml_expansion(text)
         saved = OmegaConf.create(text)
     except Exception as error:  # noqa: BLE001 -- whatever PyYAML finds in a damaged file
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}. Start anew.") from error
     if not isinstance(saved, DictConfig):
         raise UserError(f"{path} is no config of a run. Start anew.")
+    if renamed := [
+        f"{old} is now {new}" for old, new in RENAMED_KEYS.items() if OmegaConf.select(saved, old) is not None
+    ]:
+        raise UserError(
+            f"{path} was written by an earlier version of the project: {', '.join(renamed)}. Resume the run with that "
+            f"version, or start a new one from its weights: init_from={run_dir}"
+        )
     if wrong := next(_wrong_values(OmegaConf.to_container(saved)), None):
         raise UserError(f"{path} has {wrong}. Put the value in its place.")
     return saved
 
 
-def _refuse_what_grows(text: str) -> None:
+def _check_yaml_expansion(text: str) -> None:
     """Raises ValueError for YAML of which a few lines take gigabytes or hours; looks no further than to the first."""
     depth = 0
     for token in yaml.scan(text):

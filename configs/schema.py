@@ -95,7 +95,7 @@ ROOTS = {
 
 def keys_of(root: type) -> list[str]:
     """The top-level keys of a program's config. Other fields are filled in from where the config comes from."""
-    derived = (*getattr(root, "NOT_KEYS", ()), "given_keys")
+    derived = (*getattr(root, "NOT_KEYS", ()), "explicit_keys")
     return [f.name for f in fields(root) if f.name not in derived]
 
 
@@ -143,8 +143,8 @@ def build(config_class: type[T], node: DictConfig, **derived: Any) -> T:
     for key in node:
         if key not in names:
             near = difflib.get_close_matches(str(key), names, n=3)
-            mend = f"Did you mean {' or '.join(near)}?" if near else f"It has: {', '.join(names)}."
-            raise UserError(f"{key} is no key of {config_class.__name__}. {mend}")
+            fix = f"Did you mean {' or '.join(near)}?" if near else f"It has: {', '.join(names)}."
+            raise UserError(f"{key} is an unknown key of {config_class.__name__}. {fix}")
     values = {}
     for key in node:
         value = node[key]

@@ -17,7 +17,7 @@ from pathlib import Path
 from data.text_files import BINARY, LeftOut, files_below, files_of_glob
 from system.errors import UserError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 SHAKESPEARE = Path(__file__).parent / "shakespeare.txt"
 
@@ -54,7 +54,7 @@ def find_files(corpus: str | None = None) -> list[Path]:
 
 @cache  # once, however often the files are looked for
 def _warn(message: str) -> None:
-    log.warning("%s", message)
+    logger.warning("%s", message)
 
 
 def _text_file(file: Path) -> Path:
@@ -83,7 +83,7 @@ def _start_of(file: Path) -> bytes:
 
 
 @dataclass(frozen=True)
-class Part:
+class FileSpan:
     """Bytes `start:end` of a file, then one newline if `newline`: so that two files never share a line."""
 
     file: Path
@@ -96,20 +96,20 @@ class Part:
         """Bytes of text, the newline included."""
         return self.end - self.start + self.newline
 
-    def cut(self, at: int) -> tuple["Part", "Part"]:
+    def cut(self, at: int) -> tuple["FileSpan", "FileSpan"]:
         """The first `at` bytes, 0 <= at <= num_bytes, and the rest."""
         middle = min(self.start + at, self.end)
         newline_left = self.newline and at == self.num_bytes
         return (
-            Part(self.file, self.start, middle, newline_left),
-            Part(self.file, middle, self.end, self.newline and not newline_left),
+            FileSpan(self.file, self.start, middle, newline_left),
+            FileSpan(self.file, middle, self.end, self.newline and not newline_left),
         )
 
 
 class Split:
     """One side of the corpus: `num_bytes` of UTF-8 text, readable again and again."""
 
-    def __init__(self, name: str, parts: list[Part]):
+    def __init__(self, name: str, parts: list[FileSpan]):
         self.name = name  # "training" or "validation", for messages
         self.parts = [part for part in parts if part.num_bytes]
         self.num_bytes = sum(part.num_bytes for part in self.parts)
@@ -171,7 +171,7 @@ class Corpus:
         return f"{len(self.files):,} files" + (f" ({', '.join(notes)})" if notes else "")
 
 
-def _join(files: list[Path]) -> list[Part]:
+def _join(files: list[Path]) -> list[FileSpan]:
     """One part a file: without its byte-order mark, ended by a newline unless it is the last."""
     parts = []
     for file in files:
@@ -183,15 +183,15 @@ def _join(files: list[Path]) -> list[Part]:
                 newline = end > start and f.read(1) != b"\n"
         except OSError as error:
             raise _unreadable(file, error) from None
-        parts.append(Part(file, start, end, newline))
+        parts.append(FileSpan(file, start, end, newline))
     nonempty = [part for part in parts if part.num_bytes]
     if nonempty:
         last = nonempty[-1]
-        nonempty[-1] = Part(last.file, last.start, last.end)
+        nonempty[-1] = FileSpan(last.file, last.start, last.end)
     return nonempty
 
 
-def _cut(parts: list[Part], at: int) -> tuple[list[Part], list[Part]]:
+def _cut(parts: list[FileSpan], at: int) -> tuple[list[FileSpan], list[FileSpan]]:
     """Parts before and after byte `at`, or after the end of the character that `at` falls into."""
     before = 0
     for i, part in enumerate(parts):
@@ -211,7 +211,7 @@ def _cut(parts: list[Part], at: int) -> tuple[list[Part], list[Part]]:
     return parts, []
 
 
-def _read_part(part: Part, chunk_bytes: int) -> Iterator[str]:
+def _read_part(part: FileSpan, chunk_bytes: int) -> Iterator[str]:
     position, pending = part.start, b""  # `pending`: the first bytes of a character the last chunk cut
     try:
         with part.file.open("rb") as f:

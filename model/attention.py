@@ -1,4 +1,4 @@
-"""Multi-head attention: the fast call that trains, and the same written out, to be read and looked at.
+"""Multi-head attention: the fused call that trains (SDPA), and eager attention, to be read and looked at.
 
 Letters in shape comments, here and in the rest of the model:
     B  sequences in a batch          T  tokens that ask (queries)      S  tokens that are asked (keys)
@@ -80,7 +80,7 @@ class MultiHeadAttention(nn.Module):
             window: of these it sees the last `window`, its own among them. Causal self-attention only.
             rope: cosines and sines of `precompute_rope`, (T, D/2) each; self-attention only.
             cache: has keys and values of S - T earlier tokens, and takes these: sampling.kv_cache.DynamicLayerCache.
-            need_weights: take the written-out path and return its weights too.
+            need_weights: take the eager path and return its weights too.
 
         Returns:
             (B, T, C); with need_weights also the weights, (B, H, T, S), each row summing to 1.

@@ -32,10 +32,11 @@ class GPTConfig:
     """Width of the residual stream."""
     mlp_hidden: int | None = None
     """Width inside the MLP. None: 4 x d_model; for swiglu 8/3 x d_model, so that all MLPs have as many weights."""
-    attention_window: int | None = None
+    sliding_window: int | None = None
     """Tokens a query can look at, itself included; attention then costs as much a token at any context. None: all."""
-    attention_pattern: str = "L"
-    """Which layers keep to the window: L local, F full, repeated over the layers. No effect without a window."""
+    window_pattern: str = "S"
+    """Which layers have the window: S short (sliding_window), L long (all tokens), repeated over the layers. No effect
+    without a window."""
 
     positions: str = "learned"
     """How a token's place gets in: "learned" (a vector a position) or "rope" (rotated queries and keys)."""
@@ -59,7 +60,7 @@ class GPTConfig:
     """The output layer shares the token embedding's matrix."""
     logit_soft_cap: float | None = None
     """Squash logits smoothly into (-cap, cap)."""
-    bigram_rows: int | None = None
+    bigram_table_size: int | None = None
     """Rows of a second embedding, of each token with the one before it; pairs share rows by hash. None: off."""
     bigram_dropout: float = 0.2
     """Share of these pairs left out in training, so that nothing leans on pairs that only the training text has."""
@@ -89,12 +90,12 @@ class GPTConfig:
     @property
     def drops(self) -> bool:
         """Whether anything is dropped in training."""
-        return self.dropout > 0 or (bool(self.bigram_rows) and self.bigram_dropout > 0)
+        return self.dropout > 0 or (bool(self.bigram_table_size) and self.bigram_dropout > 0)
 
     def window_of(self, layer: int) -> int | None:
         """Tokens a query of this layer, counted from 0, can look at. None: all before it."""
-        local = self.attention_pattern[layer % len(self.attention_pattern)] == "L"
-        return self.attention_window if local else None
+        short = self.window_pattern[layer % len(self.window_pattern)] == "S"
+        return self.sliding_window if short else None
 
     def __post_init__(self):
         """Refuses what cannot work. Raises UserError."""
@@ -108,10 +109,10 @@ class GPTConfig:
             value = getattr(self, name)
             if value not in choices:
                 raise UserError(f"model.{name} is {short(value)}, but must be one of {', '.join(choices)}.")
-        if not self.attention_pattern or set(self.attention_pattern) - set("LF"):
+        if not self.window_pattern or set(self.window_pattern) - set("SL"):
             raise UserError(
-                f"model.attention_pattern is {short(self.attention_pattern)}, but must be letters L (local) and F "
-                "(full), such as LLLF for every fourth layer full."
+                f"model.window_pattern is {short(self.window_pattern)}, but must be letters S (short: "
+                "model.sliding_window) and L (long: all tokens), such as SSSL."
             )
         for name in ("dropout", "bigram_dropout"):
             if not 0 <= getattr(self, name) < 1:
@@ -129,6 +130,13 @@ class GPTConfig:
                 f"{self.num_heads} = {self.head_dim} is odd. Choose model.num_heads so that the quotient is even."
             )
 
+
+RENAMED_FIELDS = {
+    "attention_window": "sliding_window",
+    "attention_pattern": "window_pattern",
+    "bigram_rows": "bigram_table_size",
+}
+"""Fields of earlier versions -> what they are called now."""
 
 _CHOICES = {
     "positions": ("learned", "rope"),

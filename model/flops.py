@@ -7,24 +7,24 @@ for each of the two factors' gradients, so a training step is three forward pass
 
 Sources: Kaplan et al. 2020 (arXiv:2001.08361, section 2.1) for 6 N operations a trained token, N the weights of the
 matrices; Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, appendix B) for the attention term beside it. Both count all
-T x T pairs; here only written-out attention does, because it computes them all and then throws the masked ones away.
+T x T pairs; here only eager attention does, because it computes them all and then throws the masked ones away.
 """
 
 from model.activations import ACTIVATIONS
 from model.config import GPTConfig
 
-IMPLEMENTATIONS = ("written_out", "fused", "windowed")
+IMPLEMENTATIONS = ("eager", "sdpa", "sliding_window")
 
 
 def score_matrix_bytes(
     context_length: int, num_heads: int = 1, num_layers: int = 1, sequences: int = 1, bytes_per_number: int = 4
 ) -> int:
-    """The memory of written-out attention's scores: T^2 numbers a head, layer and sequence; float32 has 4 bytes."""
+    """The memory of eager attention's scores: T^2 numbers a head, layer and sequence; float32 has 4 bytes."""
     return sequences * num_layers * num_heads * context_length**2 * bytes_per_number
 
 
-def kept_bytes(config: GPTConfig, context_length: int, sequences: int) -> int:
-    """What one layer's written-out attention keeps from the forward for the backward pass, beside Q, K and V; float32.
+def saved_bytes(config: GPTConfig, context_length: int, sequences: int) -> int:
+    """What one layer's eager attention keeps from the forward for the backward pass, beside Q, K and V; float32.
 
     The weights, as large as the scores; K and V, repeated a query head; the output; the mask, a byte a pair.
     """
@@ -36,12 +36,12 @@ def kept_bytes(config: GPTConfig, context_length: int, sequences: int) -> int:
 def attention_pairs(context_length: int, implementation: str, window: int | None = None) -> int:
     """Pairs of a query and a key that one head has to compute for one sequence.
 
-    written_out: T^2. fused: the causal half, T (T + 1) / 2. windowed: the same, but at most `window` keys a query.
+    eager: T^2. sdpa: the causal half, T (T + 1) / 2. sliding_window: the same, but at most `window` keys a query.
     """
     T = context_length
-    if implementation == "written_out":
+    if implementation == "eager":
         return T * T
-    W = min(window or T, T) if implementation == "windowed" else T
+    W = min(window or T, T) if implementation == "sliding_window" else T
     return W * (W + 1) // 2 + (T - W) * W  # the first W queries see 1, 2, ... W keys, the others W
 
 
@@ -61,9 +61,9 @@ def matrix_weights(config: GPTConfig) -> int:
     return config.num_layers * (in_proj + C * C + mlp) + config.vocab_size * C
 
 
-def least_weights(config: GPTConfig) -> int:
+def min_parameters(config: GPTConfig) -> int:
     """Weights of a network without its vectors, from its shape alone."""
-    rows = (config.bigram_rows or 0) + config.context_length * (config.positions == "learned")
+    rows = (config.bigram_table_size or 0) + config.context_length * (config.positions == "learned")
     return matrix_weights(config) + rows * config.d_model
 
 
@@ -85,7 +85,7 @@ def step_flops(config: GPTConfig, context_length: int, implementation: str) -> i
 def crossing_by_flops(config: GPTConfig, implementation: str, longest: int = 2**30) -> int | None:
     """The context length from which on attention takes as many operations as the rest of the model. None: from none.
 
-    Written out, attention takes 4 C L T operations a token and the rest 2 N, so the length is N / (2 C L); fused
+    Eager attention takes 4 C L T operations a token and the rest 2 N, so the length is N / (2 C L); SDPA
     twice that.
     """
     low, high = 0, longest  # attention's share only grows with the length

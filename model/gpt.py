@@ -92,8 +92,8 @@ class GPT(nn.Module):
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.bigram_embedding = None
-        if config.bigram_rows:
-            self.bigram_embedding = BigramEmbedding(config.bigram_rows, config.d_model, config.bigram_dropout)
+        if config.bigram_table_size:
+            self.bigram_embedding = BigramEmbedding(config.bigram_table_size, config.d_model, config.bigram_dropout)
         if config.positions == "learned":
             self.position_embedding = nn.Embedding(config.context_length, config.d_model)
         else:
@@ -169,7 +169,7 @@ class GPT(nn.Module):
     def attention_maps(self, ids: Tensor) -> list[Tensor]:
         """The attention weights of every layer: num_layers tensors (B, H, T, T), rows summing to 1.
 
-        The network runs as it is, without dropout; beside it each layer's attention is written out once more.
+        The network runs as it is, without dropout; beside it each layer's eager attention is computed once more.
         """
         training, maps = self.training, []
 

@@ -7,7 +7,7 @@ import sys
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 
-def keep_freed_memory() -> None:
+def disable_malloc_trim() -> None:
     """Tells glibc not to hand large blocks back to the system when they are freed. Other systems: does nothing.
 
     Each step makes and frees the same tensors. glibc gives those of some MB back every time, and the system then

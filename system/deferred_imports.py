@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def slow_imports() -> Iterator[None]:
+def deferred_imports() -> Iterator[None]:
     """Around imports. Nothing is collected meanwhile, and what they made is never looked at again.
 
     Raises:

@@ -14,7 +14,7 @@ PROMPT_BYTES = 64 << 20
 
 
 @contextmanager
-def written_whole(path: Path, temporary: Path | None = None, previous: Path | None = None) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, temporary: Path | None = None, previous: Path | None = None) -> Iterator[BinaryIO]:
     """A file to write into, which takes the name `path` once all of it is on the disk; where that fails, it is gone.
 
     Args:
@@ -46,7 +46,7 @@ def written_whole(path: Path, temporary: Path | None = None, previous: Path | No
 def write_output(path: Path, content: bytes) -> None:
     """Writes a file that the user asked for, whole or not at all. Raises UserError where that cannot be done."""
     try:
-        with written_whole(path) as file:
+        with atomic_write(path) as file:
             file.write(content)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}. Give another file.") from None
@@ -70,7 +70,7 @@ def expand_user(path: str) -> str:
     return expanded
 
 
-def shown(path: Path) -> Path:
+def relative(path: Path) -> Path:
     """The path, from the working directory if it lies below it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 

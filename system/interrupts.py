@@ -12,15 +12,15 @@ from system.text import escape_control_chars
 _before = sys.excepthook
 
 
-def comes_from_ctrl_c(error: BaseException | None) -> bool:
+def is_keyboard_interrupt(error: BaseException | None) -> bool:
     """Whether Ctrl-C is among what led to an error: OmegaConf, clearing up after it, fails in other ways."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return error is not None
 
 
-def _end_quietly(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    if not comes_from_ctrl_c(error):
+def _exit_quietly(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if not is_keyboard_interrupt(error):
         return _print_traceback(kind, error, traceback)
     print()  # the terminal has shown ^C
     sys.exit(130)
@@ -36,4 +36,4 @@ def _print_traceback(kind: type[BaseException], error: BaseException, traceback:
         sys.stderr.write(escape_control_chars("".join(format_exception(kind, error, traceback))))
 
 
-sys.excepthook = _end_quietly
+sys.excepthook = _exit_quietly

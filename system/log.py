@@ -10,7 +10,7 @@ from system.streams import write_nowhere
 from system.text import escape_control_chars
 
 
-def log_to(file: Path | None, silent: bool = False) -> None:
+def setup_logging(file: Path | None, silent: bool = False) -> None:
     """Sends the project's lines to the screen, above a progress bar, and to a file; or nowhere, if `silent`."""
     root = logging.getLogger()
     for handler in root.handlers[:]:

@@ -61,13 +61,13 @@ def peak_memory_mb(device_type: str = "cpu") -> float:
     return peak / 2**20 if sys.platform == "darwin" else peak / 1024  # macOS counts bytes, others KiB
 
 
-def refuse_beyond_memory(weights: int) -> None:
+def check_fits_in_memory(weights: int) -> None:
     """Raises UserError for a network of so many weights if in float32 they alone exceed this machine's memory."""
     needed_gb, there_gb = 4 * weights / 2**30, psutil.virtual_memory().total / 2**30
     if needed_gb > there_gb:
         raise UserError(
             f"model: {weights:,} weights take {needed_gb:,.0f} GB, but this machine has {there_gb:,.0f}. "
-            "Lower model.num_layers, model.d_model, model.mlp_hidden, model.bigram_rows or model.context_length."
+            "Lower model.num_layers, model.d_model, model.mlp_hidden, model.bigram_table_size or model.context_length."
         )
 
 

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import psutil
 
-from system.files import shown
+from system.files import relative
 from system.running_clock import running_seconds
 
 
 def this_python() -> str:
     """What starts the Python running now."""
-    return "python" if shutil.which("python") == sys.executable else shlex.quote(str(shown(Path(sys.executable))))
+    return "python" if shutil.which("python") == sys.executable else shlex.quote(str(relative(Path(sys.executable))))
 
 
 _job_starts: list[float] = []
 
 
-def job_start() -> float:
+def command_start() -> float:
     """When this run began, as running_seconds() would have read: for the first of a process, when the process did."""
     age = 0.0 if _job_starts else max(0.0, process_age())
     _job_starts.append(running_seconds() - age)

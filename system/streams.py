@@ -50,7 +50,7 @@ def for_terminal(text: str) -> str:
 
 
 @contextmanager
-def handle_failing_output() -> Iterator[None]:
+def handle_broken_pipe() -> Iterator[None]:
     """A reader that has had enough of the output (`| head`) ends the program silently, with exit code 0.
 
     Where the output cannot be written, because its disk is full, one line says so; exit code 2.

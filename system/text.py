@@ -26,6 +26,6 @@ def _picture(code: int) -> str:
     return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else "\ufffd"
 
 
-def counted(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """For example "1 layer", "2 layers"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

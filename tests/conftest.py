@@ -25,15 +25,15 @@ from hydra.core.global_hydra import GlobalHydra
 import sample
 import train
 from configs.entry_point import entry_point
-from system.process import job_start
+from system.process import command_start
 from training import ranks
-from training.checkpointing import StopOnSignal
+from training.checkpointing import GracefulStop
 
 # Tiny tensors gain nothing from a second thread, and several test processes would fight over the cores.
 torch.set_num_threads(1)
 
 # The first run of a process began with the process; those of the tests begin when they are called.
-job_start()
+command_start()
 
 PROJECT = Path(__file__).resolve().parents[1]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -86,7 +86,7 @@ def newest(runs: Path) -> str:
 
 def hear_signals() -> None:
     """As in a new process of a terminal, also where the tests run behind nohup or in the background of a script."""
-    for number in StopOnSignal.SIGNALS:
+    for number in GracefulStop.SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
@@ -298,7 +298,7 @@ def _as_process(task: Callable[[], None], monkeypatch, capfd, runs: Path) -> Fin
     """Runs the task as if in a process of its own: what it sets for all of a process is set back."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
-    signals = {number: signal.getsignal(number) for number in StopOnSignal.SIGNALS}
+    signals = {number: signal.getsignal(number) for number in GracefulStop.SIGNALS}
     hear_signals()
     root.handlers[:] = []
     capfd.readouterr()

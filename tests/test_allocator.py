@@ -8,9 +8,9 @@ import pytest
 
 COUNT = """
 import resource, sys, torch
-from system.allocator import keep_freed_memory
+from system.allocator import disable_malloc_trim
 if sys.argv[1] == "kept":
-    keep_freed_memory()
+    disable_malloc_trim()
 def step():
     tensors = [torch.ones(400_000 * (1 + i % 3)) for i in range(20)]  # 1.6 to 4.8 MB each
     return tensors[0][0]

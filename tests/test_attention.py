@@ -215,7 +215,7 @@ def test_scores_are_divided_by_the_root_of_the_head_width():
     assert_close(weights, torch.einsum("bhtd,bhsd->bhts", q, k).div(4).softmax(-1))
 
 
-# Fast path, written-out path and torch.nn.MultiheadAttention agree
+# Fast path, eager path and torch.nn.MultiheadAttention agree
 
 PARTLY_VISIBLE = torch.randn(BATCH, HEADS, QUERIES, KEYS, generator=torch.Generator().manual_seed(3)) > 0
 PARTLY_VISIBLE[..., 0] = True  # a row without any key has no weights
@@ -284,9 +284,9 @@ def test_both_paths_equal_torch_multi_head_attention_forward_and_gradient(case, 
     ]
 
     fast = module(*inputs, **options)
-    written_out, weights = module(*inputs, **options, need_weights=True)
+    eager, weights = module(*inputs, **options, need_weights=True)
     assert_close(weights, expected_weights)
-    for output in (fast, written_out):
+    for output in (fast, eager):
         assert_close(output, expected)
         for ours, torchs in zip(gradients(output, inputs + weights_and_biases), expected_gradients, strict=True):
             assert_close(ours, torchs, atol=2e-5, rtol=1e-4)
@@ -296,15 +296,15 @@ def test_both_paths_equal_torch_multi_head_attention_forward_and_gradient(case, 
 @pytest.mark.parametrize("qk_norm_eps", [None, 1e-6], ids=["plain", "qk_norm"])
 @pytest.mark.parametrize("positions", ["none", "rope"])
 @pytest.mark.parametrize("causal", [False, True], ids=["unmasked", "causal"])
-def test_fast_path_equals_written_out_path_with_every_option(causal, positions, qk_norm_eps, num_kv_heads):
+def test_fast_path_equals_eager_path_with_every_option(causal, positions, qk_norm_eps, num_kv_heads):
     module, x = attention(num_kv_heads, qk_norm_eps=qk_norm_eps), sequences(QUERIES).requires_grad_()
     rope = precompute_rope(QUERIES, HEAD_DIM, 100.0) if positions == "rope" else None
     fast = module(x, causal=causal, rope=rope)
-    written_out, weights = module(x, causal=causal, rope=rope, need_weights=True)
+    eager, weights = module(x, causal=causal, rope=rope, need_weights=True)
     assert weights.shape == (BATCH, HEADS, QUERIES, QUERIES)
-    assert_close(fast, written_out)
+    assert_close(fast, eager)
     inputs = [x, *module.parameters()]
-    for ours, readable in zip(gradients(fast, inputs), gradients(written_out, inputs), strict=True):
+    for ours, readable in zip(gradients(fast, inputs), gradients(eager, inputs), strict=True):
         assert_close(ours, readable, atol=2e-5, rtol=1e-4)
 
 

@@ -33,13 +33,13 @@ def test_on_a_cpu_a_line_a_length_and_the_same_in_json(quick, capsys):
     out, result = printed(capsys)
     assert set(result["ms"]) == {"384", "768"}
     for length, row in result["ms"].items():
-        assert set(row) == {"written_out", "fused", "windowed"} and min(row.values()) > 0
+        assert set(row) == {"eager", "sdpa", "sliding_window"} and min(row.values()) > 0
         (line,) = [line.split() for line in out.splitlines() if line.startswith(f"{length:>8} ")]
         assert [float(cell.replace(",", "")) for cell in line[1:4]] == pytest.approx(list(row.values()), abs=0.06)
         assert all(float(cell) == 98.5 for cell in line[4:])  # 100 less four tensors of 768 x 128 numbers of 4 bytes
-    assert set(result["exponents"]) == {"written_out", "fused", "windowed"}
+    assert set(result["exponents"]) == {"eager", "sdpa", "sliding_window"}
     assert " 1 thread;" in out and "skipped" not in out
-    assert result["device"] == "cpu" and "promised of windowed: at most 1.1" in out
+    assert result["device"] == "cpu" and "promised of sliding window: at most 1.1" in out
 
 
 def test_what_would_take_too_much_memory_is_skipped_and_said_to_be(quick, monkeypatch, capsys):
@@ -47,37 +47,37 @@ def test_what_would_take_too_much_memory_is_skipped_and_said_to_be(quick, monkey
     attention_speed.main(compose("attention_speed", [*SMALL, "device=cpu"]))
     out, result = printed(capsys)
     assert "(skipped: more than 30 MB)" in out
-    assert set(result["ms"]["384"]) - set(result["ms"]["768"]) == {"written_out"}
+    assert set(result["ms"]["384"]) - set(result["ms"]["768"]) == {"eager"}
 
 
 @pytest.mark.parametrize("flex", [True, False])
 def test_on_cuda_both_ways_of_a_window_are_compared_in_bfloat16_where_both_work(monkeypatch, flex):
     monkeypatch.setattr(attention_speed, "flex_works", lambda device, dtype, head_dim: flex)
     c = attention_speed.comparison_on("cuda:0", 65_536)
-    assert c.names == ("written_out", "fused", "blocks") + flex * ("flex",)
+    assert c.names == ("eager", "sdpa", "blocks") + flex * ("flex",)
     assert c.options("blocks", 8192)["dtype"] == torch.bfloat16 and c.options("blocks", 8192)["sequences"] == 8
-    assert c.fits("blocks", 8192) and c.fits("written_out", 1024) and not c.fits("written_out", 8192)
+    assert c.fits("blocks", 8192) and c.fits("eager", 1024) and not c.fits("eager", 8192)
 
 
 def test_ratios_are_those_of_the_device_and_only_a_cpu_has_promises(capsys):
-    ms = {8192: {"fused": 12.0, "windowed": 2.0, "blocks": 4.0, "flex": 1.0}, 4096: {"fused": 3.0, "written_out": 30.0}}
+    ms = {8192: {"sdpa": 12.0, "sliding_window": 2.0, "blocks": 4.0, "flex": 1.0}, 4096: {"sdpa": 3.0, "eager": 30.0}}
     assert attention_speed.speedups(ms, on_cuda=False) == {
-        "windowed_over_fused_at_8192": 6.0,
-        "fused_over_written_out_at_4096": 10.0,
+        "sliding_window_over_sdpa_at_8192": 6.0,
+        "sdpa_over_eager_at_4096": 10.0,
     }
     assert capsys.readouterr().out.count("promised") == 2
     assert attention_speed.speedups(ms, on_cuda=True) == {
         "flex_over_blocks_at_8192": 4.0,
         "flex_over_fused_at_8192": 12.0,
-        "fused_over_written_out_at_4096": 10.0,
+        "sdpa_over_eager_at_4096": 10.0,
     }
     assert "promised" not in capsys.readouterr().out
-    assert attention_speed.speedups({512: {"fused": 1.0}}, on_cuda=True) == {}
+    assert attention_speed.speedups({512: {"sdpa": 1.0}}, on_cuda=True) == {}
 
 
-def test_blocks_and_windowed_are_the_same_attention():
+def test_blocks_and_sliding_window_are_the_same_attention():
     outputs = []
-    for name in ("windowed", "blocks"):
+    for name in ("sliding_window", "blocks"):
         torch.manual_seed(0)
         outputs.append(attention_pass(attention_speed.SHAPE, name, 384, 2, "cpu").forward())
     assert torch.equal(*outputs)
@@ -95,4 +95,4 @@ def test_what_cannot_be_compared_is_refused(setting):
 def test_on_a_gpu_the_command_compares_flex_attention(capsys):
     attention_speed.main(compose("attention_speed", [*SMALL, "device=cuda"]))
     _, result = printed(capsys)
-    assert set(result["ms"]["768"]) == {"written_out", "fused", "blocks", "flex"}
+    assert set(result["ms"]["768"]) == {"eager", "sdpa", "blocks", "flex"}

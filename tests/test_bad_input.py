@@ -15,14 +15,14 @@ import pytest
 import safetensors.torch
 import torch
 
-from checkpoint.checkpoint import NETWORK_PREFIX, gpt_entry, load_checkpoint
+from checkpoint.checkpoint import NETWORK_PREFIX, checkpoint_metadata, load_checkpoint
 from data.config import TokenizerConfig
 from data.tokenizer import build_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPT
 
 CACHE_FILE = re.compile(r"(tokens|bpe)-[0-9a-f]{16}\.(npy|txt)")
-SHAPE = ("model.context_length=16", "model.d_model=32", "model.num_heads=2", "model.bigram_rows=64")
+SHAPE = ("model.context_length=16", "model.d_model=32", "model.num_heads=2", "model.bigram_table_size=64")
 SMALL = ("tokenizer=byte", "trainer.max_steps=1", "data.batch_size=2", "data.cache_dir=cache", *SHAPE)
 
 
@@ -78,10 +78,10 @@ BAD = [
     (train("model.bias=perhaps"), ["model.bias=perhaps", "bool"]),
     (train("model.dropout=[1]"), ["model.dropout=[1]", "Float"]),
     (train("seed=1e99"), ["seed=1e99", "Integer"]),
-    (train("modle=llama"), ["modle is no key", "model"]),
+    (train("modle=llama"), ["modle is an unknown key", "model"]),
     (train("model.num_hedas=2"), ["model.num_hedas", "model.num_heads"]),
-    (train("+novelty=1"), ["novelty is no key", "train.yaml"]),
-    (train("++model.novelty=1"), ["novelty is no key of GPTConfig"]),
+    (train("+novelty=1"), ["novelty is an unknown key", "train.yaml"]),
+    (train("++model.novelty=1"), ["novelty is an unknown key of GPTConfig"]),
     (train("~compile"), ["compile has no value", "Give one"]),
     (("train.py", ("~model",)), ["model has no value"]),
     (train("~model"), ["model.context_length cannot be set", "took model away"]),
@@ -92,7 +92,7 @@ BAD = [
     (train("model.dropout=nan"), ["model.dropout is nan", "below 1"]),
     (train("model.norm_eps=inf"), ["model.norm_eps is inf", "positive"]),
     (train("optimizer.lr=nan"), ["optimizer.lr is nan", "above 0"]),
-    (train("optimizer.warmup=2"), ["optimizer.warmup 2", "at most 1"]),
+    (train("optimizer.warmup_fraction=2"), ["optimizer.warmup_fraction 2", "at most 1"]),
     (train("data.val_fraction=nan"), ["data.val_fraction is nan", "between 0 and 1"]),
     (train("data.batch_size=0"), ["data.batch_size is 0", "at least 1"]),
     (train("data.batch_size=100000000000000"), ["100000000000000", "at most 1,048,576"]),
@@ -114,7 +114,7 @@ BAD = [
     (train("experiment=nothing"), ["experiment=nothing", "heads_sweep"]),
     (train("experiment=null"), ["experiment=null", "configs/experiment/"]),
     (train("compile=often"), ["'often'", "auto, true or false"]),
-    (train("validations=0"), ["validations is 0", "at least 1"]),
+    (train("num_validations=0"), ["num_validations is 0", "at least 1"]),
     (train("tokenizer=tiktoken", "tokenizer.name=gtp2"), ["'gtp2'", "gpt2"]),
     # what is no setting
     (train("fast"), ["'fast'", "key=value"]),
@@ -190,7 +190,7 @@ BAD = [
     (sample("repetition_penalty=0"), ["repetition_penalty is 0", "above 0"]),
     (sample("stop=[1"), ["stop is [1", "JSON list"]),
     (sample("seed=4294967296"), ["seed is 4294967296", "from 0 to"]),
-    (sample("topk=5"), ["topk is no key", "top_k"]),
+    (sample("topk=5"), ["topk is an unknown key", "top_k"]),
     (sample("export=weights.bin"), ["'weights.bin'", ".safetensors"]),
     (sample("export=/proc/weights.safetensors"), ["/proc/weights.safetensors", "another file"]),
     (sample("export=w.safetensors", "prompt=x"), ["export", "Leave prompt"]),
@@ -231,7 +231,7 @@ def shelf(tmp_path_factory) -> Path:
 def _write_checkpoints(folder: Path) -> None:
     tokenizer = build_tokenizer(TokenizerConfig(kind="byte"), None, Path())
     config = GPTConfig(vocab_size=256, context_length=16, num_layers=1, num_heads=2, d_model=32)
-    entry = gpt_entry(config, tokenizer, 0, {"nats_per_token": 5.5, "bits_per_byte": 8.0})
+    entry = checkpoint_metadata(config, tokenizer, 0, {"nats_per_token": 5.5, "bits_per_byte": 8.0})
     weights = {NETWORK_PREFIX + name: weight for name, weight in GPT(config).state_dict().items()}
     torch.save({"gpt": entry, "state_dict": weights}, folder / "good.ckpt")
     torch.save({"gpt": entry, "state_dict": weights}, folder / "legacy.ckpt", _use_new_zipfile_serialization=False)

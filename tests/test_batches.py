@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from data.batches import BatchLimits, TrainBatches, ValBatches
 from data.tokenizer import TokenizerConfig
 from system.errors import UserError
-from training.datamodule import DataConfig, TextData
+from training.datamodule import DataConfig, TextDataModule
 
 
 def ids(n, dtype=np.uint16):
@@ -170,7 +170,7 @@ def test_validation_split_of_one_token_is_refused_before_training():
 def text_data(folder, context_length=8, **config):
     (folder / "text.txt").write_text("Double, double toil and trouble;\nFire burn, and caldron bubble.\n" * 12)
     config = DataConfig(**{"corpus": str(folder / "text.txt"), "cache_dir": str(folder), "batch_size": 4, **config})
-    return TextData(config, TokenizerConfig(kind="byte"), context_length, seed=3)
+    return TextDataModule(config, TokenizerConfig(kind="byte"), context_length, seed=3)
 
 
 def test_module_says_what_it_loaded(tmp_path):

@@ -16,7 +16,7 @@ from model.gpt import GPT
 from model.kernels.bfloat16 import BF16_MATMUL, bf16_matmul, is_bf16_matmul, matmul_precision
 from model.layers import Linear
 from system.errors import UserError
-from training.trainer import best_precision, build_trainer, resolve
+from training.trainer import best_precision, build_trainer, resolve_trainer_options
 
 TINY = dict(num_layers=2, num_heads=2, d_model=32, context_length=16, positions="rope", norm="rmsnorm", mlp="relu2")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -97,14 +97,14 @@ def test_auto_takes_it_where_the_processor_has_units(monkeypatch, has_units):
     monkeypatch.setattr(training.trainer, "has_bf16_units", lambda: has_units)
     assert best_precision(CPU) == (BF16_MATMUL if has_units else "32-true")
     options = {"precision": "auto", "max_steps": 1, "accelerator": "cpu"}
-    assert resolve(options)["precision"] == best_precision(CPU)
-    assert resolve(options | {"precision": "32-true"})["precision"] == "32-true"
+    assert resolve_trainer_options(options)["precision"] == best_precision(CPU)
+    assert resolve_trainer_options(options | {"precision": "32-true"})["precision"] == "32-true"
 
 
 def test_elsewhere_than_on_a_cpu_it_is_refused(monkeypatch):
     monkeypatch.setattr(training.trainer, "expected_device", lambda options: CUDA)
     with pytest.raises(UserError, match=r"bf16-matmul.*32-true"):
-        resolve({"precision": BF16_MATMUL, "max_steps": 1})
+        resolve_trainer_options({"precision": BF16_MATMUL, "max_steps": 1})
 
 
 def test_a_precision_that_does_not_exist_is_refused_with_all_that_do(refuse, tiny):
@@ -114,13 +114,13 @@ def test_a_precision_that_does_not_exist_is_refused_with_all_that_do(refuse, tin
 
 @pytest.mark.parametrize("options", [{}, {"precision": None}])
 def test_where_no_precision_is_given_it_is_float32(options):
-    precision = resolve(options | {"max_steps": 1})["precision"]
+    precision = resolve_trainer_options(options | {"max_steps": 1})["precision"]
     assert precision == "32-true"
 
 
 def test_compiled_a_network_trains_in_float32(train_here, monkeypatch):
     monkeypatch.setattr(training.trainer, "has_bf16_units", lambda: True)
-    monkeypatch.setattr(training.setup, "compile_if_wanted", lambda *args: None)  # it takes a minute
+    monkeypatch.setattr(training.setup, "maybe_compile", lambda *args: None)  # it takes a minute
     assert "in 32-true" in train_here("compile=true", "trainer.max_steps=1").stdout
 
 
@@ -157,7 +157,7 @@ def test_lightning_trains_in_it_and_validates_in_float32(precision, tmp_path, ca
     caplog.set_level(logging.ERROR)
     torch.manual_seed(0)
     loader = DataLoader(torch.randn(2, 8), batch_size=2)
-    options = resolve({"precision": precision, "max_steps": 2, "accelerator": "cpu"})
+    options = resolve_trainer_options({"precision": precision, "max_steps": 2, "accelerator": "cpu"})
     trainer = build_trainer(
         options, 1, [], default_root_dir=tmp_path, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,

@@ -22,11 +22,11 @@ from training.budget import (
     HEAD_DIM,
     RECIPES,
     Recipe,
+    apply_recipe,
     measured_speed,
     recipe_for,
-    time_allowed,
-    time_to_train,
-    with_recipe,
+    total_budget,
+    training_time,
 )
 
 SMALL = Recipe(0.0, num_layers=1, d_model=64, vocab_size=1024, bigram_dropout=0.1, learning_rates=2.0)
@@ -45,11 +45,11 @@ def two_rows(monkeypatch):
 
 @pytest.fixture
 def pick(two_rows):
-    """pick(teraflops, *overrides): the config for so much training, and the line that is said."""
+    """pick(min_tflop, *overrides): the config for so much training, and the line that is said."""
 
-    def picked(teraflops: float, *overrides: str, spent: float = 0.0, seconds: float = 100.0):
-        speed = teraflops * 1e12 / seconds
-        return with_recipe(compose("train", list(overrides)), timedelta(seconds=seconds), spent, speed)
+    def picked(min_tflop: float, *overrides: str, spent: float = 0.0, seconds: float = 100.0):
+        speed = min_tflop * 1e12 / seconds
+        return apply_recipe(compose("train", list(overrides)), timedelta(seconds=seconds), spent, speed)
 
     return picked
 
@@ -72,14 +72,14 @@ def network_config(config) -> GPTConfig:
 
 @pytest.mark.parametrize("row", range(len(RECIPES)))
 def test_row_is_picked_from_its_border_on(row):
-    border = RECIPES[row].teraflops
+    border = RECIPES[row].min_tflop
     assert recipe_for(border) == recipe_for(math.nextafter(border, math.inf)) == RECIPES[row]
     assert recipe_for(math.nextafter(border, -math.inf)) == RECIPES[max(0, row - 1)]
 
 
 @given(st.floats(-1e9, 1e9), st.floats(-1e9, 1e9))
 def test_more_time_never_picks_less(one, other):
-    less, more = (recipe_for(teraflops) for teraflops in sorted((one, other)))
+    less, more = (recipe_for(min_tflop) for min_tflop in sorted((one, other)))
     for size in ("num_layers", "d_model", "vocab_size"):
         assert getattr(less, size) <= getattr(more, size)
 
@@ -100,7 +100,7 @@ def test_every_row_is_a_network_with_heads_of_one_width(recipe):
 
 @given(st.floats(-1e9, 1e9), st.floats(-1e9, 1e9))
 def test_more_time_never_takes_larger_steps(one, other):
-    less, more = (recipe_for(teraflops) for teraflops in sorted((one, other)))
+    less, more = (recipe_for(min_tflop) for min_tflop in sorted((one, other)))
     assert less.learning_rates >= more.learning_rates >= 1
 
 
@@ -139,21 +139,21 @@ def test_another_optimizer_keeps_its_learning_rates(pick):
 
 
 def test_all_that_is_not_given_is_picked_and_said_in_one_line(pick):
-    for teraflops, recipe in ((1.0, SMALL), (10.0, LARGE)):
-        config, line = pick(teraflops, seconds=50.0 + teraflops)
+    for min_tflop, recipe in ((1.0, SMALL), (10.0, LARGE)):
+        config, line = pick(min_tflop, seconds=50.0 + min_tflop)
         heads = recipe.d_model // HEAD_DIM
         sizes = (recipe.num_layers, recipe.d_model, heads, recipe.dropout, recipe.bigram_dropout, recipe.vocab_size)
         assert values(config) == dict(zip(PICKED, sizes, strict=True))
         assert all(f" {key}={value}" in line for key, value in values(config).items())
-        assert f"{50 + teraflops:.0f} s" in line and "GFLOP/s" in line and "\n" not in line
+        assert f"{50 + min_tflop:.0f} s" in line and "GFLOP/s" in line and "\n" not in line
 
 
 def test_a_short_run_validates_less_often_but_never_less_than_asked_for(pick):
     for seconds, validations in ((2.0, 1), (12.0, 2), (24.9, 4), (25.0, 5), (1000.0, 5)):
         config, line = pick(1.0, seconds=seconds)
-        assert config.validations == validations
-        assert ("validations=" in line) == (validations < 5)
-    assert pick(1.0, "validations=7", seconds=2.0)[0].validations == 7
+        assert config.num_validations == validations
+        assert ("num_validations=" in line) == (validations < 5)
+    assert pick(1.0, "num_validations=7", seconds=2.0)[0].num_validations == 7
 
 
 @pytest.mark.parametrize("key", PICKED)
@@ -182,7 +182,7 @@ def test_what_a_chosen_file_sets_stays(pick):
     given_by_file = compose("train", ["experiment=baby_gpt"])
     for seconds in (2.0, 100.0):  # in the first a validation would come every tenth of a second
         config, line = pick(1.0, "experiment=baby_gpt", "trainer.max_steps=-1", seconds=seconds)
-        assert values(config) == values(given_by_file) and config.validations == given_by_file.validations == 20
+        assert values(config) == values(given_by_file) and config.num_validations == given_by_file.num_validations == 20
         assert "nothing" in line
 
 
@@ -206,8 +206,8 @@ def test_no_vocabulary_is_picked_for_a_tokenizer_that_has_its_own(pick, tokenize
     ids=" ".join,
 )
 def test_heads_always_divide(pick, overrides):
-    for teraflops, recipe in ((1.0, SMALL), (10.0, LARGE)):
-        config, _ = pick(teraflops, *overrides)
+    for min_tflop, recipe in ((1.0, SMALL), (10.0, LARGE)):
+        config, _ = pick(min_tflop, *overrides)
         shape = network_config(config)
         assert shape.d_model % shape.num_heads == 0 and shape.num_layers == recipe.num_layers
         for override in overrides:
@@ -216,8 +216,8 @@ def test_heads_always_divide(pick, overrides):
 
 
 def test_given_width_keeps_its_heads_whatever_the_row_has(pick):
-    for teraflops in (1.0, 10.0):
-        assert pick(teraflops, "model.d_model=96")[0].model.num_heads == GPTConfig.num_heads
+    for min_tflop in (1.0, 10.0):
+        assert pick(min_tflop, "model.d_model=96")[0].model.num_heads == GPTConfig.num_heads
 
 
 def test_small_text_gets_a_small_vocabulary(pick, text_file):
@@ -237,16 +237,16 @@ def test_all_runs_of_a_sweep_get_one_recipe(pick):
 
 
 def test_default_is_ninety_seconds_unless_the_trainer_has_a_bound():
-    assert time_allowed(compose("train", [])) == DEFAULT_TIME == timedelta(seconds=90)
+    assert total_budget(compose("train", [])) == DEFAULT_TIME == timedelta(seconds=90)
     for bound in ("max_time=5m", "max_steps=10", "max_epochs=1"):
-        assert time_allowed(compose("train", [f"trainer.{bound}"])) is None
+        assert total_budget(compose("train", [f"trainer.{bound}"])) is None
     for recipe in ("context_sweep", "heads_sweep", "nanogpt_cpu"):
-        assert time_allowed(compose("train", [f"experiment={recipe}"])) is None
+        assert total_budget(compose("train", [f"experiment={recipe}"])) is None
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("30", 30), ("45s", 45), ("5m", 300), ("1h30m", 5400)])
 def test_budget_is_a_time_written_as_any_other(text, seconds):
-    assert time_allowed(compose("train", [f"budget={text}"])) == timedelta(seconds=seconds)
+    assert total_budget(compose("train", [f"budget={text}"])) == timedelta(seconds=seconds)
 
 
 @pytest.mark.parametrize("bound", ["max_steps=10", "max_time=20s", "max_epochs=2"])
@@ -259,7 +259,7 @@ def test_bound_of_a_recipe_makes_way_for_a_budget_as_the_refusal_says(refuse):
     error = refuse("train", "experiment=heads_sweep", "budget=30s")
     (mend,) = re.findall(r", (trainer\.\S+) takes it away", error)
     assert "trainer.max_steps=500" in error
-    assert time_allowed(compose("train", ["experiment=heads_sweep", "budget=30s", mend])) == timedelta(seconds=30)
+    assert total_budget(compose("train", ["experiment=heads_sweep", "budget=30s", mend])) == timedelta(seconds=30)
 
 
 @pytest.mark.parametrize("value", ["banana", "0s", "-5", "0", "null", "5x", "inf", "true", "[5]"])
@@ -276,27 +276,27 @@ def test_budget_too_short_to_train_is_refused_with_both_times(refuse, text_file,
 @given(st.floats(0, 60), st.floats(0, 60), st.floats(0, 200), st.floats(1, 60))
 def test_budget_that_the_refusal_names_leaves_time_to_train(spent, processor_s, whole_seconds, budget):
     try:
-        time_to_train(timedelta(seconds=budget), spent, processor_s, whole_seconds)
+        training_time(timedelta(seconds=budget), spent, processor_s, whole_seconds)
     except UserError as refusal:
         (least,) = re.findall(r"budget=(\d+)s", str(refusal))
         assert int(least) > budget
         idle = min(spent, processor_s)
-        assert time_to_train(timedelta(seconds=int(least)), idle, idle, whole_seconds) >= timedelta(seconds=1)
+        assert training_time(timedelta(seconds=int(least)), idle, idle, whole_seconds) >= timedelta(seconds=1)
 
 
 def test_time_to_train_is_what_the_start_and_the_last_validation_leave():
     whole = timedelta(seconds=60)
-    little = time_to_train(whole, 10.0, 10.0, 1.0)
+    little = training_time(whole, 10.0, 10.0, 1.0)
     assert timedelta(seconds=40) < little < timedelta(seconds=50)
-    assert time_to_train(whole, 20.0, 20.0, 1.0) == little - timedelta(seconds=10)
-    assert time_to_train(whole, 10.0, 10.0, 5.0) == little - timedelta(seconds=4)
-    assert time_to_train(whole, 10.0, 10.0, 500.0) > timedelta(seconds=30)  # then the last validation is cut
+    assert training_time(whole, 20.0, 20.0, 1.0) == little - timedelta(seconds=10)
+    assert training_time(whole, 10.0, 10.0, 5.0) == little - timedelta(seconds=4)
+    assert training_time(whole, 10.0, 10.0, 500.0) > timedelta(seconds=30)  # then the last validation is cut
 
 
 def test_start_that_only_a_busy_machine_makes_too_long_is_not_refused():
-    assert time_to_train(timedelta(seconds=20), 60.0, 5.0, 500.0) < timedelta()
+    assert training_time(timedelta(seconds=20), 60.0, 5.0, 500.0) < timedelta()
     with pytest.raises(UserError, match="starting takes 19 s of processor time"):
-        time_to_train(timedelta(seconds=20), 60.0, 19.0, 1.0)
+        training_time(timedelta(seconds=20), 60.0, 19.0, 1.0)
 
 
 def test_two_devices_with_a_budget_are_refused_by_name(refuse, text_file, cache_dir):
@@ -320,7 +320,7 @@ def test_measuring_the_speed_leaves_the_random_state_alone(precision):
 def unsized(text_file, cache_dir):
     """A short run's overrides that leave open what the budget picks."""
     places = (f"data.corpus={text_file}", f"data.cache_dir={cache_dir}")
-    return (*places, "data.batch_size=4", "model.context_length=16", "validations=2", "trainer.accelerator=cpu")
+    return (*places, "data.batch_size=4", "model.context_length=16", "num_validations=2", "trainer.accelerator=cpu")
 
 
 def test_run_tells_and_keeps_what_its_budget_picked(train_here, unsized, clock):
@@ -353,7 +353,10 @@ def test_picked_keys_with_as_many_steps_repeat_the_network_without_the_budget(tr
 
 def test_runs_of_a_budget_start_as_those_of_as_many_steps(train_here, unsized, events, two_rows, clock):
     """The first losses tell: the same weights, batches and dropping, whatever was measured before."""
-    keys = ("optimizer.warmup=0", "trainer.log_every_n_steps=1")  # rates are constant in the first half of a run
+    keys = (
+        "optimizer.warmup_fraction=0",
+        "trainer.log_every_n_steps=1",
+    )  # rates are constant in the first half of a run
     timed = train_here("budget=8s", *keys, settings=unsized)
     picked = saved_values(timed.path, PICKED + RATES)
     counted = train_here(
@@ -387,7 +390,7 @@ LOADS = {
     "busy now and then": lambda now: 8.0 if now % 10 < 3 else 1.0,
 }
 # The last validation sees 8 batches, those in training 2.
-LONG_VALIDATION = ("data.val_tokens=128", "validations=4", "trainer.log_every_n_steps=1", "tokenizer=byte")
+LONG_VALIDATION = ("data.val_tokens=128", "num_validations=4", "trainer.log_every_n_steps=1", "tokenizer=byte")
 
 
 @pytest.fixture
@@ -451,7 +454,7 @@ def test_budget_that_an_idle_machine_cannot_keep_is_refused(refuse, clock, text_
 
 def test_validations_that_would_eat_the_budget_are_fewer_and_said_to_be(on_a_machine, clock, events):
     clock.pictures = 6.0
-    finished = on_a_machine(LOADS["idle"], "budget=60s", "validations=8")
+    finished = on_a_machine(LOADS["idle"], "budget=60s", "num_validations=8")
     assert 54 <= finished.summary["seconds"] <= 66
     assert len(events(finished.path).Scalars("val/loss")) < 6
     assert re.search(r"validations are 1\d s apart at least: one takes 6\.\d s", finished.stdout)

@@ -13,14 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data import cache as cache_file
-from data.cache import Damaged, checked_size, written_to_cache
+from data.cache import CorruptCache, atomic_cache_write, verified_size
 from data.config import TokenizerConfig
 from data.corpus import Corpus
 from data.tokenizer import build_tokenizer, fingerprint
 from data.tokens import load_tokens, token_path
 
 TEXT = "What, you egg! Young fry of treachery! ☃\n" * 40
-SMALL = ("model.context_length=16", "model.d_model=32", "model.num_heads=2", "model.bigram_rows=64")
+SMALL = ("model.context_length=16", "model.d_model=32", "model.num_heads=2", "model.bigram_table_size=64")
 BRIEF = (*SMALL, "tokenizer.vocab_size=300", "data.batch_size=2", "trainer.max_steps=2")
 
 
@@ -31,7 +31,7 @@ def split(tmp_path):
 
 
 def write(path: Path, content: bytes = b"content") -> Path:
-    with written_to_cache(path) as file:
+    with atomic_cache_write(path) as file:
         file.write(content)
     return path
 
@@ -71,7 +71,7 @@ def test_ids_that_the_tokenizer_does_not_have_are_not_believed(split, tmp_path, 
     caplog.set_level("INFO")
     byte = build_tokenizer(TokenizerConfig(kind="byte"), split, None)
     tokens, path = load_tokens(split, byte, tmp_path)[0].tolist(), token_path(split, byte, tmp_path)
-    content = bytearray(path.read_bytes()[: checked_size(path)])
+    content = bytearray(path.read_bytes()[: verified_size(path)])
     content[-1] = 1  # the last id is now above 256
     write(path, content)  # whole, by its checksum
     assert load_tokens(split, byte, tmp_path)[0].tolist() == tokens
@@ -92,8 +92,8 @@ def test_damaged_cache_changes_nothing_but_a_line(train_here, tmp_path):
 @pytest.mark.parametrize("size", [0, 1, 50, cache_file.LAST_LINE_BYTES, 5000])
 def test_file_without_its_last_line_is_damaged(tmp_path, size):
     (tmp_path / "file").write_bytes(bytes(size))
-    with pytest.raises(Damaged):
-        checked_size(tmp_path / "file")
+    with pytest.raises(CorruptCache):
+        verified_size(tmp_path / "file")
 
 
 # Disks that are full or cannot be written
@@ -168,7 +168,7 @@ def test_cache_keeps_the_files_used_last(tmp_path):
     for number in range(cache_file.KEPT + 10):
         path = write(tmp_path / name(number))
         os.utime(path, (now - 1000 + number,) * 2)  # written one after the other
-    checked_size(tmp_path / name(15))  # used
+    verified_size(tmp_path / name(15))  # used
     write(tmp_path / name(1000))
     kept = {path.name for path in tmp_path.iterdir()}
     assert len(kept) == cache_file.KEPT and {name(15), name(1000), name(cache_file.KEPT + 9)} < kept
@@ -189,6 +189,6 @@ def test_file_that_a_killed_run_left_goes_after_a_day(tmp_path):
     left, young = tmp_path / f"{name(1)}.abc.tmp", tmp_path / f"{name(2)}.abc.tmp"
     for path in (left, young):
         path.write_bytes(b"half")
-    os.utime(left, (time.time() - 2 * cache_file.UNFINISHED_FOR_S,) * 2)
+    os.utime(left, (time.time() - 2 * cache_file.STALE_SECONDS,) * 2)
     write(tmp_path / name(3))
     assert not left.exists() and young.exists()

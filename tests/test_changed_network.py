@@ -79,18 +79,18 @@ def test_an_edit_of_a_window_is_found(monkeypatch):
         return plain(self, *args, window=window and window // 2, **options)
 
     monkeypatch.setattr(MultiHeadAttention, "forward", narrow)
-    written = assert_samples_as_changed(network(64, attention_window=30), 1, end=80)
+    written = assert_samples_as_changed(network(64, sliding_window=30), 1, end=80)
     assert type(written.backend) is GeneralDecoder
 
 
 def test_what_attention_does_on_the_way_is_done_in_sampling(monkeypatch):
     calls, plain = [], MultiHeadAttention.forward
 
-    def counted(self, query, *args, **options):
+    def count(self, query, *args, **options):
         calls.append(query.shape[1])
         return plain(self, query, *args, **options)
 
-    monkeypatch.setattr(MultiHeadAttention, "forward", counted)
+    monkeypatch.setattr(MultiHeadAttention, "forward", count)
     assert_samples_as_changed(network(16), 5)
     assert 5 in calls
 

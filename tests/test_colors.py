@@ -69,8 +69,8 @@ def test_page_and_picture_show_the_same_colours_for_the_same_weights():
 @pytest.fixture
 def measured() -> Measured:
     """Growing figures of three attentions, made up."""
-    found = Measured(GPTConfig(vocab_size=10, attention_window=256), "cpu", 2, 100.0)
-    for name, power in (("written_out", 2.0), ("fused", 1.7), ("windowed", 1.0)):
+    found = Measured(GPTConfig(vocab_size=10, sliding_window=256), "cpu", 2, 100.0)
+    for name, power in (("eager", 2.0), ("sdpa", 1.7), ("sliding_window", 1.0)):
         for length in (128, 256, 512, 1024, 2048, 4096):
             ms = 10 * (length / 512) ** (power - 1)
             timing = Timing(ms, 0.9 * ms, 1.1 * ms, 3)

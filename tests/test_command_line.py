@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from benchmarks import quality
-from configs.cli import PATH_KEYS, as_literal, compose, explain, known_keys, run
+from configs.cli import PATH_KEYS, compose, format_hydra_error, known_keys, quote_literal, run
 from configs.schema import GROUPS, ROOTS, register
 from model.config import GPTConfig
 from system.errors import UserError
@@ -153,7 +153,7 @@ def test_commas_separate_texts_in_a_sweep_alone(monkeypatch, tmp_path, value, fi
     monkeypatch.chdir(tmp_path)
     Path("here,too.txt").write_text("text")
     for key in ("data.corpus", "++data.corpus", "init_from"):
-        assert as_literal(f"{key}={value}", "train", sweep=True) == f"{key.lstrip('+')}={files}"
+        assert quote_literal(f"{key}={value}", "train", sweep=True) == f"{key.lstrip('+')}={files}"
     assert compose("train", [f"data.corpus={value}"]).data.corpus == value
 
 
@@ -161,7 +161,7 @@ def test_sweep_over_two_texts_is_two_runs(train_here, tmp_path):
     for name in "ab":
         write_text(tmp_path / f"{name}.txt", 60 + ord(name))
     texts = f"data.corpus={tmp_path}/a.txt,{tmp_path}/b.txt"
-    finished = train_here("-m", texts, "trainer.max_steps=1", "validations=1")
+    finished = train_here("-m", texts, "trainer.max_steps=1", "num_validations=1")
     assert finished.returncode == 0, finished
     configs = [OmegaConf.load(path) for path in sorted((tmp_path / "runs").glob("*/*/config.yaml"))]
     assert [config.data.corpus for config in configs] == [f"{tmp_path}/a.txt", f"{tmp_path}/b.txt"]
@@ -198,7 +198,7 @@ def test_choices_of_a_group_are_its_files(group):
     ("script", "argument", "nearest"),
     [
         ("train", "sede=1", "seed"),
-        ("train", "validation=3", "validations"),
+        ("train", "num_validation=3", "num_validations"),
         ("train", "+sead=1", "seed"),
         ("train", "modle=llama", "model"),
         ("train", "model.num_hedas=2", "model.num_heads"),
@@ -225,7 +225,7 @@ def test_misspelt_key_is_named_with_the_nearest_right_one(refuse, script, argume
 @pytest.mark.parametrize("argument", ["zzzzqqq=1", "model.zzzzqqq=1"])
 def test_key_near_to_nothing_is_answered_with_where_to_look(refuse, argument):
     error = refuse("train", argument)
-    assert "zzzzqqq is no key" in error and "train.yaml" in error
+    assert "zzzzqqq is an unknown key" in error and "train.yaml" in error
 
 
 # Values that cannot work
@@ -283,8 +283,8 @@ def test_odd_width_that_cannot_be_rotated_is_said_to_be_odd(refuse):
         ("model.dropout=[1]", ["model.dropout"]),
         ("model.positions=up", ["'up'", "learned, rope"]),
         ("model.context_length=0", ["model.context_length is 0", "at least 1"]),
-        ("model.bigram_rows=0", ["model.bigram_rows is 0", "at least 1"]),
-        ("model.bigram_rows=some", ["model.bigram_rows=some", "Integer"]),
+        ("model.bigram_table_size=0", ["model.bigram_table_size is 0", "at least 1"]),
+        ("model.bigram_table_size=some", ["model.bigram_table_size=some", "Integer"]),
         ("optimizer.embedding_lr=0", ["optimizer.embedding_lr is 0", "above 0"]),
         ("optimizer.embedding_lr=fast", ["optimizer.embedding_lr=fast", "Float"]),
         ("optimizer.lr=fast", ["optimizer.lr=fast", "Float"]),
@@ -295,7 +295,7 @@ def test_odd_width_that_cannot_be_rotated_is_said_to_be_odd(refuse):
         ("tokenizer.kind=nonsense", ["nonsense", "bpe, byte, tiktoken"]),
         ("seed=lucky", ["seed=lucky", "Integer"]),
         ("compile=often", ["'often'", "auto, true or false"]),
-        ("validations=0", ["validations is 0", "at least 1"]),
+        ("num_validations=0", ["num_validations is 0", "at least 1"]),
         ("trainer.max_time=soon", ["'soon'", "5m"]),
         ("trainer.max_time=1.2.3s", ["'1.2.3s'", "5m"]),
         ("trainer.max_steps=0", ["trainer.max_steps is 0", "at least 1"]),
@@ -305,7 +305,7 @@ def test_odd_width_that_cannot_be_rotated_is_said_to_be_odd(refuse):
         ("trainer.accelerator=abacus", ["abacus"]),
         ("trainer.devices=none", ["devices"]),
         ("trainer.limit_val_batches=0", ["trainer.limit_val_batches is 0"]),
-        ("trainer.check_val_every_n_epoch=2", ["trainer.check_val_every_n_epoch", "validations=5"]),
+        ("trainer.check_val_every_n_epoch=2", ["trainer.check_val_every_n_epoch", "num_validations=5"]),
         ("trainer.fast_dev_run=true", ["trainer.fast_dev_run", "trainer.max_steps=1"]),
         ("trainer.logger=false", ["trainer.logger"]),
         ("seed=-1", ["seed is -1", "from 0 to"]),
@@ -432,7 +432,7 @@ def test_bad_setting_of_the_quality_benchmark_is_refused_before_it_trains(argume
 @pytest.mark.parametrize("script", ["train.py", "sample.py"])
 def test_refusal_of_a_real_process_is_one_line_and_exit_code_2(call, tmp_path, script):
     finished = call(script, "modle=1", cwd=tmp_path)
-    assert "modle is no key" in finished.error and finished.stdout == ""
+    assert "modle is an unknown key" in finished.error and finished.stdout == ""
     assert list(tmp_path.iterdir()) == []
 
 
@@ -444,7 +444,7 @@ def test_ctrl_c_that_a_library_turned_into_another_error_is_still_ctrl_c():
             None._invalidate_flags_cache()
     except AttributeError as error:
         with pytest.raises(KeyboardInterrupt):
-            explain(error, "train")
+            format_hydra_error(error, "train")
 
 
 def test_ctrl_c_while_a_library_answers_an_error_of_its_own_is_still_ctrl_c():
@@ -458,7 +458,7 @@ def test_ctrl_c_while_a_library_answers_an_error_of_its_own_is_still_ctrl_c():
                 None._invalidate_flags_cache()
     except AttributeError as error:
         with pytest.raises(KeyboardInterrupt):
-            explain(error, "train")
+            format_hydra_error(error, "train")
 
 
 def test_refusal_comes_before_the_slow_imports(call, tmp_path):

@@ -17,7 +17,7 @@ from sampling.config import SamplingConfig
 from system.errors import UserError
 from training.config import OptimizerConfig, RunConfig
 from training.optim import build_optimizer
-from training.trainer import resolve
+from training.trainer import resolve_trainer_options
 
 GROUPS = {"model": GPTConfig, "data": DataConfig, "tokenizer": TokenizerConfig, "optimizer": OptimizerConfig}
 FILES = sorted(path.relative_to(CONFIG_DIR) for path in Path(CONFIG_DIR).rglob("*.yaml"))
@@ -28,7 +28,7 @@ EXPERIMENTS = [name for group, name in CHOICES if group == "experiment"]
 def built(overrides):
     """All that a run builds from its config, without text: on the meta device, so that size costs nothing."""
     config = compose("train", overrides)
-    resolve(config.trainer)
+    resolve_trainer_options(config.trainer)
     return config
 
 
@@ -101,11 +101,11 @@ def test_choices_named_in_comments_are_those_there_are(script):
 
 def test_dotted_keys_are_read_and_replaced_and_nothing_else_changes():
     config = compose("train", ["trainer.max_steps=7"])
-    changed = config.replace_values({"model.d_model": 64, "trainer.max_steps": 9, "validations": 2})
-    keys = ("model.d_model", "trainer.max_steps", "validations", "trainer.no_such_option")
+    changed = config.replace_values({"model.d_model": 64, "trainer.max_steps": 9, "num_validations": 2})
+    keys = ("model.d_model", "trainer.max_steps", "num_validations", "trainer.no_such_option")
     assert [config.get(key) for key in keys] == [128, 7, 5, None]
     assert [changed.get(key) for key in keys] == [64, 9, 2, None]
-    assert dataclasses.replace(changed, model=config.model, trainer=config.trainer, validations=5) == config
+    assert dataclasses.replace(changed, model=config.model, trainer=config.trainer, num_validations=5) == config
     with pytest.raises(UserError, match="d_model 66 is not divisible"):
         config.replace_values({"model.d_model": 66})
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -115,16 +115,16 @@ def test_dotted_keys_are_read_and_replaced_and_nothing_else_changes():
 @pytest.mark.parametrize(
     ("overrides", "given", "not_given"),
     [
-        ([], [], ["model.d_model", "validations"]),
+        ([], [], ["model.d_model", "num_validations"]),
         (["model.d_model=128", "++seed=0"], ["model.d_model", "seed"], ["model.num_layers"]),
         (["model=llama"], ["model", "model.mlp"], ["model.d_model", "model.norm"]),
-        (["experiment=baby_gpt"], ["model.d_model", "validations", "trainer.max_steps"], ["seed", "budget"]),
+        (["experiment=baby_gpt"], ["model.d_model", "num_validations", "trainer.max_steps"], ["seed", "budget"]),
     ],
     ids=str,
 )
 def test_given_is_what_the_command_line_says_or_a_file_that_it_chooses(overrides, given, not_given):
     config = compose("train", overrides)
-    assert set(given) <= config.given_keys and not config.given_keys & set(not_given)
+    assert set(given) <= config.explicit_keys and not config.explicit_keys & set(not_given)
 
 
 @pytest.mark.parametrize("overrides", [[], ["experiment=baby_gpt"]], ids=str)
@@ -133,11 +133,11 @@ def test_each_dataclass_of_a_run_is_built_once_at_the_door(monkeypatch, override
     for config_class in (*GROUPS.values(), RunConfig):
         check = config_class.__post_init__
 
-        def counted(self, check=check):
+        def count(self, check=check):
             built.append(type(self).__name__)
             check(self)
 
-        monkeypatch.setattr(config_class, "__post_init__", counted)
+        monkeypatch.setattr(config_class, "__post_init__", count)
     compose("train", overrides)
     assert sorted(built) == sorted([config_class.__name__ for config_class in (*GROUPS.values(), RunConfig)])
 

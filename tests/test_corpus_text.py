@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data import prepare_shakespeare as build_corpus
-from data.prepare_shakespeare import check_only_shakespeare, clean_work, mend_slips, read_works, tidy_line
+from data.prepare_shakespeare import check_only_shakespeare, clean_line, clean_work, fix_typos, read_works
 
 DATA = Path(build_corpus.__file__).parent
 RAW = (DATA / "shakespeare.txt").read_bytes()
@@ -118,14 +118,14 @@ def test_text_without_the_title_page_is_refused():
     ],
 )
 def test_line_is_tidied(raw, tidy):
-    assert tidy_line(raw) == tidy
-    assert tidy_line(tidy) == tidy
+    assert clean_line(raw) == tidy
+    assert clean_line(tidy) == tidy
 
 
 def test_slips_are_mended_and_a_text_without_them_is_refused():
-    assert mend_slips(" | ".join(build_corpus.SLIPS)) == " | ".join(build_corpus.SLIPS.values())
+    assert fix_typos(" | ".join(build_corpus.TYPOS)) == " | ".join(build_corpus.TYPOS.values())
     with pytest.raises(ValueError, match="is this shakespeare 0.6"):
-        mend_slips("To be, or not to be")
+        fix_typos("To be, or not to be")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import context_cost
 from benchmarks.growth import fit_growth, where_equal
 from benchmarks.memory_of import measure_memory
-from benchmarks.workload import WrittenOut, attention_pass
+from benchmarks.workload import EagerAttention, attention_pass
 from configs.cli import compose
 from model.attention import eager_attention
 from model.config import GPTConfig
@@ -24,9 +24,9 @@ from model.flops import (
     attention_pairs,
     crossing_by_flops,
     forward_flops,
-    kept_bytes,
     matrix_weights,
     rest_flops,
+    saved_bytes,
     score_matrix_bytes,
     step_flops,
 )
@@ -40,7 +40,7 @@ SHAPES = {
     "grouped": {"num_kv_heads": 2, "positions": "rope", "qk_norm": True},
     "swiglu": {"mlp": "swiglu", "norm": "rmsnorm", "bias": False, "tied_embeddings": False},
     "relu2": {"mlp": "relu2", "mlp_hidden": 40, "logit_soft_cap": 15.0},
-    "bigrams": {"bigram_rows": 64, "mlp": "relu2", "bias": False, "tied_embeddings": False},
+    "bigrams": {"bigram_table_size": 64, "mlp": "relu2", "bias": False, "tied_embeddings": False},
 }
 
 
@@ -48,11 +48,11 @@ def config(**fields) -> GPTConfig:
     return GPTConfig(**{"vocab_size": 70, "context_length": T, "num_layers": 3, "num_heads": 4, "d_model": 32} | fields)
 
 
-def written_out(c: GPTConfig) -> GPT:
+def eager(c: GPTConfig) -> GPT:
     """A network whose attention is two plain matrix products, which PyTorch counts on a CPU too."""
     network = GPT(c)
     for block in network.blocks:
-        block.attention = WrittenOut(block.attention)
+        block.attention = EagerAttention(block.attention)
     return network
 
 
@@ -60,7 +60,7 @@ def written_out(c: GPTConfig) -> GPT:
 
 
 @pytest.fixture
-def counted(monkeypatch):
+def count(monkeypatch):
     """PyTorch counts its own matrix products only, not those of oneDNN."""
     monkeypatch.setattr("model.kernels.onednn.onednn_is_faster", lambda: False)
 
@@ -68,19 +68,19 @@ def counted(monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_forward_operations_are_those_that_torch_counts(counted, shape):
     c = config(**SHAPES[shape])
-    network, ids = written_out(c), torch.randint(c.vocab_size, (SEQUENCES, T))
+    network, ids = eager(c), torch.randint(c.vocab_size, (SEQUENCES, T))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         network(ids)
-    assert SEQUENCES * forward_flops(c, T, "written_out") == counter.get_total_flops()
+    assert SEQUENCES * forward_flops(c, T, "eager") == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_training_step_operations_are_those_that_torch_counts(counted, shape):
     c = config(**SHAPES[shape])
-    network, ids = written_out(c), torch.randint(c.vocab_size, (SEQUENCES, T + 1))
+    network, ids = eager(c), torch.randint(c.vocab_size, (SEQUENCES, T + 1))
     with FlopCounterMode(display=False) as counter:
         network.loss(ids[:, :-1], ids[:, 1:]).backward()
-    assert SEQUENCES * step_flops(c, T, "written_out") == counter.get_total_flops()
+    assert SEQUENCES * step_flops(c, T, "eager") == counter.get_total_flops()
 
 
 def test_attention_operations_are_those_that_torch_counts():
@@ -88,7 +88,7 @@ def test_attention_operations_are_those_that_torch_counts():
     q, k, v = (torch.randn(1, c.num_heads, T, c.head_dim) for _ in range(3))
     with FlopCounterMode(display=False) as counter:
         eager_attention(q, k, v)
-    assert attention_flops(c, T, "written_out") == counter.get_total_flops()
+    assert attention_flops(c, T, "eager") == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -96,38 +96,38 @@ def test_step_is_six_operations_a_weight_and_token_and_attention_beside_it(tied)
     c = config(d_model=128, vocab_size=1000, tied_embeddings=tied)
     N = GPT(c).num_parameters()
     looked_up = c.context_length * c.d_model + (0 if tied else c.vocab_size * c.d_model)  # embeddings: no product
-    rest = step_flops(c, T, "written_out") - 3 * attention_flops(c, T, "written_out")
+    rest = step_flops(c, T, "eager") - 3 * attention_flops(c, T, "eager")
     assert rest == 6 * matrix_weights(c) * T
     assert rest == pytest.approx(6 * (N - looked_up) * T, rel=0.01)  # biases and norms are all that is left
     # PaLM's term beside 6 N: 12 L H Q T a token.
-    assert 3 * attention_flops(c, T, "written_out") == 12 * c.num_layers * c.num_heads * c.head_dim * T * T
+    assert 3 * attention_flops(c, T, "eager") == 12 * c.num_layers * c.num_heads * c.head_dim * T * T
 
 
 @pytest.mark.parametrize("length", [1, 7, 30])
 @pytest.mark.parametrize("window", [1, 5, 30, 100])
 def test_pairs_are_the_ones_of_the_mask(length, window):
     causal = torch.ones(length, length).tril()
-    assert attention_pairs(length, "written_out") == causal.numel()
-    assert attention_pairs(length, "fused") == causal.sum()
-    assert attention_pairs(length, "windowed", window) == causal.triu(1 - window).sum()
+    assert attention_pairs(length, "eager") == causal.numel()
+    assert attention_pairs(length, "sdpa") == causal.sum()
+    assert attention_pairs(length, "sliding_window", window) == causal.triu(1 - window).sum()
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_attention_and_rest_take_equal_operations_where_they_cross(implementation):
-    c = config(d_model=32, vocab_size=300, attention_window=400)
+    c = config(d_model=32, vocab_size=300, sliding_window=400)
     crossing = crossing_by_flops(c, implementation)
     assert attention_flops(c, crossing - 1, implementation) < rest_flops(c, crossing - 1)
     assert attention_flops(c, crossing, implementation) >= rest_flops(c, crossing)
 
 
 def test_a_pattern_of_layers_costs_what_its_layers_cost():
-    local, mixed = (config(num_layers=4, attention_window=5, attention_pattern=pattern) for pattern in ("L", "LLLF"))
-    full = attention_flops(mixed, T, "fused") // 4
-    assert attention_flops(mixed, T, "windowed") == 3 * attention_flops(local, T, "windowed") // 4 + full
+    local, mixed = (config(num_layers=4, sliding_window=5, window_pattern=pattern) for pattern in (("S", "SSSL")))
+    full = attention_flops(mixed, T, "sdpa") // 4
+    assert attention_flops(mixed, T, "sliding_window") == 3 * attention_flops(local, T, "sliding_window") // 4 + full
 
 
 def test_a_narrow_window_never_costs_as_much_as_the_rest():
-    assert crossing_by_flops(config(d_model=128, attention_window=8), "windowed") is None
+    assert crossing_by_flops(config(d_model=128, sliding_window=8), "sliding_window") is None
 
 
 # Memory
@@ -137,17 +137,17 @@ def test_measured_memory_of_the_score_matrix_agrees_with_the_formula_to_ten_perc
     c, length, sequences = config(d_model=64), 1024, 2
     options = {"config": c, "context_length": length, "sequences": sequences}
     MB = score_matrix_bytes(length, c.num_heads, sequences=sequences) / 2**20
-    matrix = measure_memory("attention_pass", "cpu", 1, options | {"implementation": "written_out"})
-    fused = measure_memory("attention_pass", "cpu", 1, options | {"implementation": "fused"})
-    rest = kept_bytes(c, length, sequences) / 2**20 - MB  # K, V, output and mask
+    matrix = measure_memory("attention_pass", "cpu", 1, options | {"implementation": "eager"})
+    sdpa = measure_memory("attention_pass", "cpu", 1, options | {"implementation": "sdpa"})
+    rest = saved_bytes(c, length, sequences) / 2**20 - MB  # K, V, output and mask
     assert MB == 32
     assert matrix["kept"] - rest == pytest.approx(MB, rel=0.1)
     assert 3 * MB < matrix["peak"] < 3.6 * MB  # the weights, their gradient and that of the scores, at once
-    assert fused["kept"] < 0.1 * MB and fused["peak"] < 0.5 * MB  # fused attention never stores it
+    assert sdpa["kept"] < 0.1 * MB and sdpa["peak"] < 0.5 * MB  # SDPA never stores it
 
 
 def test_a_child_that_dies_has_no_memory_figure():
-    options = {"config": config(), "implementation": "fused", "context_length": 32, "sequences": 0}
+    options = {"config": config(), "implementation": "sdpa", "context_length": 32, "sequences": 0}
     assert measure_memory("attention_pass", "no such device", 1, options) is None
 
 
@@ -236,7 +236,7 @@ def test_command_measures_prints_draws_and_logs(clean_environment, events, tmp_p
     settings = (
         *TINY,
         "lengths=[32,16]",
-        "model.attention_window=8",
+        "model.sliding_window=8",
         f"png={tmp_path / 'cost.png'}",
         f"logdir={tmp_path}",
     )
@@ -263,7 +263,7 @@ def test_command_measures_prints_draws_and_logs(clean_environment, events, tmp_p
 
 @pytest.mark.parametrize(("lengths", "stated"), [("16,32", False), ("16,32,64", True)])
 def test_standard_error_that_cannot_be_known_is_left_out_and_null_in_json(quick, capsys, lengths, stated):
-    context_cost.main(compose("context_cost", [*TINY, f"lengths=[{lengths}]", "model.attention_window=8"]))
+    context_cost.main(compose("context_cost", [*TINY, f"lengths=[{lengths}]", "model.sliding_window=8"]))
     out = capsys.readouterr().out
     fits = json.loads(out.splitlines()[-1], parse_constant=pytest.fail)["fits"]  # NaN is no JSON
     assert (" ± " in out) == stated and "± nan" not in out
@@ -277,23 +277,21 @@ def test_time_budget_stops_and_says_what_was_skipped(quick, monkeypatch, capsys)
     monkeypatch.setattr(context_cost.time, "perf_counter", lambda: float(next(clock)))
     with pytest.raises(UserError, match="nothing fitted into the budget"):
         context_cost.main(compose("context_cost", [*TINY, "lengths=[16,32]", "seconds=10"]))
-    assert "skipped: written out at 16 and longer: needs about 0 s, 0 of 10 s left (seconds)" in (
-        capsys.readouterr().out
-    )
+    assert "skipped: eager at 16 and longer: needs about 0 s, 0 of 10 s left (seconds)" in (capsys.readouterr().out)
 
 
-def test_memory_budget_stops_the_written_out_matrix_alone_and_says_so(quick, capsys):
+def test_memory_budget_stops_the_eager_matrix_alone_and_says_so(quick, capsys):
     # 64 x 64 scores a head, 2 heads, 3 at once: 0.09 MB above the 10 MB that were measured at 32.
     context_cost.main(compose("context_cost", [*TINY, "lengths=[16,32,64,128]", "memory_mb=10.03"]))
     out = capsys.readouterr().out
     result = json.loads(out.splitlines()[-1])
     assert len(result["skipped"]) == 1 and result["skipped"][0] in out
-    assert result["skipped"][0].startswith("written out at 64 and longer: needs about 10 MB, the limit is 10 MB")
+    assert result["skipped"][0].startswith("eager at 64 and longer: needs about 10 MB, the limit is 10 MB")
     longest = {
         name: max(r["context_length"] for r in result["readings"] if r["implementation"] == name)
         for name in IMPLEMENTATIONS
     }
-    assert longest.pop("written_out") == 32
+    assert longest.pop("eager") == 32
     assert set(longest.values()) == {128}
 
 
@@ -307,15 +305,15 @@ def test_every_implementation_gives_the_same_attention_where_the_window_holds_al
     outputs = []
     for name in IMPLEMENTATIONS:
         torch.manual_seed(0)
-        outputs.append(attention_pass(config(attention_window=T), name, T, 2, "cpu").forward())
+        outputs.append(attention_pass(config(sliding_window=T), name, T, 2, "cpu").forward())
     for output in outputs[1:]:
         torch.testing.assert_close(output, outputs[0])
 
 
-def test_written_out_step_is_the_fast_step():
+def test_eager_step_is_the_sdpa_step():
     torch.manual_seed(0)
     network, ids = GPT(config(positions="rope")), torch.randint(70, (2, T))
     fast = network(ids)
     for block in network.blocks:
-        block.attention = WrittenOut(block.attention)
+        block.attention = EagerAttention(block.attention)
     torch.testing.assert_close(network(ids), fast)

@@ -13,28 +13,28 @@ import pytest
 from benchmarks import drawing_cost
 from benchmarks.drawing_cost import TimedDrawing
 from configs.cli import compose
-from training.callbacks import Snapshots
+from training.callbacks import ValidationImages
 
 PROJECT = Path(__file__).resolve().parents[1]
 TINY = [
     "model.num_layers=1", "model.num_heads=2", "model.d_model=16", "model.context_length=16",
-    "tokenizer=byte", "data.batch_size=2", "data.val_tokens=64", "validations=3",
+    "tokenizer=byte", "data.batch_size=2", "data.val_tokens=64", "num_validations=3",
 ]  # fmt: skip
 
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path, capsys):
-    """What the command prints, and the training steps at which Snapshots drew; each drawing takes 0.2 s more."""
+    """What the command prints, and the training steps at which ValidationImages drew; each drawing takes 0.2 s more."""
     corpus, drawn_at = tmp_path / "text.txt", []
     corpus.write_text("to be or not to be\n" * 200, encoding="utf-8")
-    draw = Snapshots.on_validation_end
+    draw = ValidationImages.on_validation_end
 
     def slowly(self, trainer, module):
         drawn_at.append(trainer.global_step)
         time.sleep(0.2)
         draw(self, trainer, module)
 
-    monkeypatch.setattr(Snapshots, "on_validation_end", slowly)
+    monkeypatch.setattr(ValidationImages, "on_validation_end", slowly)
     monkeypatch.setattr(drawing_cost, "STEPS", 6)
     drawing_cost.main(compose("train", [*TINY, f"data.corpus={corpus}"]))
     return capsys.readouterr().out, drawn_at
@@ -98,7 +98,7 @@ def test_what_tensorboard_still_has_to_write_counts_only_if_it_is_ours():
     order = []
 
     class Recorder:
-        """Stands for the trainer, its logger, its writer, and Snapshots."""
+        """Stands for the trainer, its logger, its writer, and ValidationImages."""
 
         global_step, logger = 5, None
 

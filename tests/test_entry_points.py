@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.cli import one_line, quoted
+from configs.cli import error_line, quoted
 from system.memory import is_out_of_memory
 from system.text import escape_control_chars, escape_json, escape_line
 from system.version import VERSION
@@ -195,7 +195,7 @@ def test_lines_on_standard_error_go_through_the_door_that_escapes_them():
 )
 def test_lack_of_memory_is_known_however_it_is_said(error):
     assert is_out_of_memory(error)
-    assert "Lower lengths, or" in one_line(error, "lessons")
+    assert "Lower lengths, or" in error_line(error, "lessons")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not fit"), ValueError("out of memory"), OSError(28, "")])
@@ -232,9 +232,9 @@ def test_too_little_memory_is_one_line_that_says_what_to_lower(clean_environment
 
 def test_file_that_cannot_be_read_is_named_in_one_line():
     error = PermissionError(13, "Permission denied", "a\x1b[2Jb" + 300 * "c")
-    message = one_line(error, "sample")
+    message = error_line(error, "sample")
     assert "cannot be read or written: Permission denied" in message and len(message) < 250 and "\x1b" not in message
-    assert one_line(ZeroDivisionError(), "sample") is None
+    assert error_line(ZeroDivisionError(), "sample") is None
 
 
 # Control characters

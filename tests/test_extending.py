@@ -117,7 +117,13 @@ def in_copy(folder, *command):
 
 def test_additions_of_the_page_train_and_sample_in_a_copy_of_the_project(extended):
     (extended / "text.txt").write_text("Schöne Wörter über Bäume. " * 200, encoding="utf-8")
-    small = ("model.d_model=16", "model.num_heads=2", "model.context_length=8", "data.batch_size=2", "validations=1")
+    small = (
+        "model.d_model=16",
+        "model.num_heads=2",
+        "model.context_length=8",
+        "data.batch_size=2",
+        "num_validations=1",
+    )
     in_copy(extended, "train.py", "experiment=plain", "data.corpus=text.txt", "trainer.max_steps=3", *small)
     (run,) = (extended / "runs").iterdir()
     summary = json.loads((run / "summary.json").read_text())

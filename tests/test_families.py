@@ -138,7 +138,7 @@ def from_nanochat(theirs: Named, config: GPTConfig) -> Named:
 
 
 def test_tiny_without_its_own_two_choices_is_nanochat():
-    assert family("tiny", bigram_rows=None, logit_soft_cap=15.0) == family("nanochat")
+    assert family("tiny", bigram_table_size=None, logit_soft_cap=15.0) == family("nanochat")
 
 
 def test_tiny_with_an_empty_table_is_nanochat_without_its_cap():

@@ -22,7 +22,7 @@ import train
 from checkpoint.checkpoint import load_checkpoint
 from checkpoint.io import SEAL_BYTES, read_checkpoint, write_checkpoint
 from system.errors import UserError
-from training.checkpointing import KeepLast, StopOnSignal
+from training.checkpointing import GracefulStop, LastCheckpoint
 from training.error_context import cannot_write
 from training.lightning_module import GPTLightning
 
@@ -59,7 +59,7 @@ def assert_curves_grow(events, run_dir):
 # Signals
 
 
-@pytest.mark.parametrize("number", StopOnSignal.SIGNALS)
+@pytest.mark.parametrize("number", GracefulStop.SIGNALS)
 def test_signal_saves_the_last_step_and_says_how_to_go_on(start, train_here, tiny, tmp_path, number, events):
     settings = ("trainer.max_steps=100000", "trainer.val_check_interval=25", f"runs_dir={tmp_path}")
     process = start("train.py", *tiny, *settings)
@@ -208,7 +208,7 @@ def test_kill_while_a_checkpoint_is_written_leaves_one_that_is_whole(
     call, train_here, tiny, tmp_path, events, where, number, after, left
 ):
     (tmp_path / "sitecustomize.py").write_text(KILLED_AT.format(number=number, after=after, where=where))
-    settings = ("trainer.max_steps=12", "validations=4")
+    settings = ("trainer.max_steps=12", "num_validations=4")
     runs = tmp_path / "killed"
     killed = call("train.py", *tiny, *settings, f"runs_dir={runs}", env={"PYTHONPATH": str(tmp_path)})
     assert killed.returncode == -signal.SIGKILL, killed
@@ -306,7 +306,7 @@ def limited(kind, amount):
 
 @pytest.mark.skipif(os.name != "posix", reason="limits are POSIX's")
 def test_file_larger_than_allowed_is_named(call, train_here, tiny, tmp_path):
-    settings = ("trainer.max_steps=8", "validations=2", f"runs_dir={tmp_path}")
+    settings = ("trainer.max_steps=8", "num_validations=2", f"runs_dir={tmp_path}")
     finished = call("train.py", *tiny, *settings, prefix=limited("RLIMIT_FSIZE", 4 << 20))
     assert "last.ckpt: File too large" in finished.error
     assert_goes_on(train_here, run_in(tmp_path))
@@ -359,14 +359,14 @@ def test_disk_full_before_training_advises_no_resume_of_what_is_gone(refuse, tin
 
 
 def test_run_directory_deleted_in_training_is_said_to_be_gone(train_here, tiny, tmp_path, monkeypatch):
-    save = KeepLast.save
+    save = LastCheckpoint.save
 
     def delete_then_save(self, trainer):
         shutil.rmtree(self.path.parents[1])
         save(self, trainer)
 
-    monkeypatch.setattr(KeepLast, "save", delete_then_save)
-    error = train_here("trainer.max_steps=4", "validations=1").error
+    monkeypatch.setattr(LastCheckpoint, "save", delete_then_save)
+    error = train_here("trainer.max_steps=4", "num_validations=1").error
     assert "is gone: it was deleted or moved while the run trained" in error
     assert "resume" not in error and "b'" not in error
 
@@ -423,7 +423,7 @@ def test_no_cut_gets_through(small_checkpoint):
 @pytest.fixture
 def stopped_run(start, tiny, tmp_path):
     """The directory of a run that was killed after its second last.ckpt."""
-    process = start("train.py", *tiny, "trainer.max_steps=200", "validations=50", f"runs_dir={tmp_path / 'runs'}")
+    process = start("train.py", *tiny, "trainer.max_steps=200", "num_validations=50", f"runs_dir={tmp_path / 'runs'}")
     try:
         wait_for(process, b"step 12:")
     finally:
@@ -491,7 +491,7 @@ def test_checkpoint_of_another_network_is_named(train_here, stopped_run, tiny_ru
 def test_clock_that_goes_backwards_changes_nothing(train_here, tiny, monkeypatch, clock, events):
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() - (7200 if clock.now > 8 else 0))  # two hours back, in the run
-    finished = train_here("budget=16s", "validations=3", settings=tuple(s for s in tiny if "vocab" not in s))
+    finished = train_here("budget=16s", "num_validations=3", settings=tuple(s for s in tiny if "vocab" not in s))
     assert finished.returncode == 0, finished
     assert 15 < finished.summary["seconds"] < 17
     monkeypatch.setattr(time, "time", lambda: real() - 86400)  # a day before its beginning
@@ -611,7 +611,7 @@ print("memory:", *Watch.seen)
 def test_memory_is_steady_over_five_thousand_steps(call, tiny, tmp_path):
     script = tmp_path / "long.py"
     script.write_text(MEMORY_OF_A_LONG_RUN)
-    settings = ("trainer.max_steps=5000", "validations=20", f"runs_dir={tmp_path / 'runs'}")
+    settings = ("trainer.max_steps=5000", "num_validations=20", f"runs_dir={tmp_path / 'runs'}")
     finished = call(str(script), *tiny, *settings, env={"PYTHONPATH": str(PROJECT)}, timeout=900)
     assert finished.returncode == 0, finished
     readings = [int(word) for word in finished.stdout.split("memory:")[1].split()]

@@ -1,4 +1,4 @@
-"""The CUDA path of windowed attention, as far as a CPU can check it: which blocks, which numbers, when and when not.
+"""The CUDA path of sliding window attention, checked on a CPU: which blocks, which numbers, when and when not.
 
 PyTorch's flex attention has no gradient on a CPU: the last test checks it, and the kernel, where there is a GPU.
 """
@@ -20,7 +20,7 @@ from model.kernels.flex_attention import (
     flex_works,
     takes_flex_attention,
 )
-from tests.test_windowed_attention import HEADS, band, inputs
+from tests.test_sliding_window_attention import HEADS, band, inputs
 
 WINDOWS = [1, 2, 100, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 300, 4 * BLOCK - 1]
 
@@ -120,12 +120,12 @@ def test_both_ways_of_a_window_give_the_same(monkeypatch, taken):
     q, k, v = values(4 * BLOCK, 2)
     calls = []
 
-    def counted(*arguments):
+    def count(*arguments):
         calls.append(arguments)
         return flex_sliding_window_attention(*arguments)
 
     monkeypatch.setattr(sliding_window, "takes_flex_attention", lambda q, dropout: taken)
-    monkeypatch.setattr(sliding_window, "flex_sliding_window_attention", counted)
+    monkeypatch.setattr(sliding_window, "flex_sliding_window_attention", count)
     expected = F.scaled_dot_product_attention(q, k, v, band(4 * BLOCK, 60), enable_gqa=True)
     assert_close(sliding_window.sliding_window_attention(q, k, v, 60), expected, atol=1e-5, rtol=1e-5)
     assert len(calls) == taken

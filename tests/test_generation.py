@@ -31,14 +31,14 @@ FAMILIES = {
     "gpt2": {},
     "llama": LLAMA,
     "nanochat": NANOCHAT | {"logit_soft_cap": 15.0},
-    "tiny": NANOCHAT | {"bigram_rows": 64},
+    "tiny": NANOCHAT | {"bigram_table_size": 64},
     "grouped": LLAMA | {"num_kv_heads": 2},
     "one_kv_head": {"num_kv_heads": 1},
-    "windowed": NANOCHAT | {"attention_window": 7},
-    "wider_window": LLAMA | {"attention_window": 40},
-    "windowed_and_full": LLAMA | {"attention_window": 7, "attention_pattern": "LF", "num_kv_heads": 2},
-    "window_of_one": {"attention_window": 1},
-    "window_beyond_the_context": {"attention_window": 1000},
+    "sliding_window": NANOCHAT | {"sliding_window": 7},
+    "wider_window": LLAMA | {"sliding_window": 40},
+    "sliding_window_and_full": LLAMA | {"sliding_window": 7, "window_pattern": "SL", "num_kv_heads": 2},
+    "window_of_one": {"sliding_window": 1},
+    "window_beyond_the_context": {"sliding_window": 1000},
 }
 GREEDY = SamplingConfig(max_new_tokens=300, temperature=0)
 
@@ -129,7 +129,7 @@ def test_what_left_the_context_has_no_influence(family):
 
 
 def test_cache_keeps_its_place_in_memory():
-    gpt = network(16, attention_window=5, attention_pattern="LF")
+    gpt = network(16, sliding_window=5, window_pattern="SL")
     with torch.inference_mode():
         decoder = Decoder(gpt)
         decoder.prefill(torch.tensor([[1, 2]]))

@@ -23,20 +23,20 @@ import torch
 from lightning.pytorch import Trainer
 
 from benchmarks import context_seen
-from checkpoint.checkpoint import NETWORK_PREFIX, gpt_entry, load_checkpoint
+from checkpoint.checkpoint import NETWORK_PREFIX, checkpoint_metadata, load_checkpoint
 from checkpoint.io import read_checkpoint
-from checkpoint.pickle_scan import refuse_unsafe
+from checkpoint.pickle_scan import check_safe
 from data.config import DataConfig, TokenizerConfig
 from data.tokenizer import build_tokenizer
 from model.config import GPTConfig
-from model.flops import least_weights
+from model.flops import min_parameters
 from model.gpt import GPT
 from system.checks import short
 from system.errors import UserError
-from training.callbacks import Metrics
-from training.checkpointing import KeepBest
+from training.callbacks import MetricsLogger
+from training.checkpointing import BestCheckpoint
 from training.config import OptimizerConfig
-from training.datamodule import TextData
+from training.datamodule import TextDataModule
 from training.optim import build_optimizer
 from training.progress import RunTimer
 from training.run_state import check_run_state, restorable_state
@@ -99,7 +99,7 @@ def good() -> dict:
     tokenizer = build_tokenizer(TokenizerConfig(kind="byte"), None, Path())
     config = GPTConfig(vocab_size=256, context_length=16, num_layers=1, num_heads=2, d_model=32)
     weights = {NETWORK_PREFIX + name: weight for name, weight in GPT(config).state_dict().items()}
-    entry = gpt_entry(config, tokenizer, 0, {"nats_per_token": 5.5, "bits_per_byte": 8.0})
+    entry = checkpoint_metadata(config, tokenizer, 0, {"nats_per_token": 5.5, "bits_per_byte": 8.0})
     return {"gpt": entry, "state_dict": weights}
 
 
@@ -155,7 +155,7 @@ def test_pickle_that_does_more_than_plain_values_is_refused(refuse, canary, tmp_
 
 def test_plain_values_in_the_same_archive_are_let_through(tmp_path, good):
     path = archive(tmp_path / "good.ckpt", pickled({"gpt": good["gpt"], "extra": tensor(Data(2))}))
-    refuse_unsafe(path, BytesIO(path.read_bytes()))
+    check_safe(path, BytesIO(path.read_bytes()))
 
 
 @pytest.mark.parametrize("name", ["os.system", "exec", "pickle in pickle"])
@@ -389,7 +389,7 @@ def test_tensor_of_a_shape_that_only_counts_long_is_refused(refuse, tmp_path, sh
 
 def test_weights_count_once_however_many_names_they_have(refuse, tmp_path, good, monkeypatch):
     monkeypatch.setattr("checkpoint.checkpoint.GPT", lambda config: pytest.fail(f"is built: {config}"))
-    needed = least_weights(GPTConfig(**good["gpt"]["model"]))
+    needed = min_parameters(GPTConfig(**good["gpt"]["model"]))
     one = torch.zeros(needed // 2)
     torch.save(good | {"state_dict": {NETWORK_PREFIX + name: one for name in "abc"}}, tmp_path / "bad.ckpt")
     assert "does not fit" in refuse("sample", f"checkpoint={tmp_path / 'bad.ckpt'}")
@@ -520,7 +520,7 @@ def test_any_value_in_any_place_of_a_runs_state_is_refused_or_can_be_restored(la
     state = {name: value for name, value in last.items() if name not in ("state_dict", "gpt")}
     for at, changed in mutations(state, 300):
         optimizer = build_optimizer(network, OptimizerConfig(embedding_lr=0.02))
-        callbacks = [Metrics({}), KeepBest(path), RunTimer(None)]
+        callbacks = [MetricsLogger({}), BestCheckpoint(path), RunTimer(None)]
         trainer = Trainer(accelerator="cpu", logger=False, callbacks=[*callbacks], enable_progress_bar=False)
         content = {**last, **changed} if isinstance(changed, dict) else changed
         try:
@@ -623,7 +623,7 @@ def test_export_of_another_version_is_named(refuse, tmp_path, tiny_run, monkeypa
         later_version.setattr("checkpoint.checkpoint.FORMAT", 7)
         checkpoint.export(file)
     error = refuse("sample", f"checkpoint={file}")
-    assert "has format 7" in error and "reads formats up to 2" in error
+    assert "has format 7" in error and "reads formats up to 3" in error
 
 
 def headers(canary: Path) -> dict[str, bytes]:
@@ -693,7 +693,7 @@ def test_hostile_cache_is_named_and_made_again(canary, tmp_path, text_file, capl
 
     def tokens() -> list[list[int]]:
         config = DataConfig(corpus=str(text_file), cache_dir=str(tmp_path / "cache"))
-        data = TextData(config, TokenizerConfig(vocab_size=300), 16, 0)
+        data = TextDataModule(config, TokenizerConfig(vocab_size=300), 16, 0)
         data.prepare()
         return [data.train_tokens.tolist(), data.val_tokens.tolist()]
 

@@ -23,7 +23,7 @@ SHAPE = {"vocab_size": 300, "context_length": 96, "num_layers": 2, "num_heads": 
 NETWORKS = {name: family(name, **SHAPE) for name in FAMILIES}
 NETWORKS["grouped"] = family("llama", **SHAPE, num_kv_heads=2)
 NETWORKS["capped"] = family("tiny", **SHAPE, logit_soft_cap=9.0)
-NETWORKS["windowed"] = family("tiny", **SHAPE, attention_window=20, attention_pattern="LF")
+NETWORKS["sliding_window"] = family("tiny", **SHAPE, sliding_window=20, window_pattern="SL")
 NETWORKS["long"] = family("gpt2", **SHAPE | {"context_length": 520})
 
 
@@ -57,7 +57,7 @@ def test_switched_off_no_kernel_runs(monkeypatch):
         raise AssertionError("a kernel ran")
 
     monkeypatch.setattr(torch.autograd.Function, "apply", runs)  # all kernels that train are such functions
-    gpt = GPT(GPTConfig(**SHAPE, attention_window=10, qk_norm=True, positions="rope", norm="rmsnorm", mlp="relu2"))
+    gpt = GPT(GPTConfig(**SHAPE, sliding_window=10, qk_norm=True, positions="rope", norm="rmsnorm", mlp="relu2"))
     ids = torch.zeros(2, 80, dtype=torch.long)
     with pytest.raises(AssertionError, match="a kernel ran"):
         gpt.loss(ids, ids)

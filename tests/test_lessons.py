@@ -126,15 +126,15 @@ def test_time_is_measured_beside_the_memory_and_its_growth_beside_that_of_the_pa
     assert finished.returncode == 0 and finished.stderr == "", finished
     assert "x6" in finished.stdout
     shorter, longer = (line.split() for line in finished.stdout.splitlines() if re.match(r" +(16|64) ", line))
-    assert all(float(cells[n]) >= 0 for cells in (shorter, longer) for n in (4, 5))  # ms, written out and fused
+    assert all(float(cells[n]) >= 0 for cells in (shorter, longer) for n in (4, 5))  # ms, eager and SDPA
     assert shorter[6:] == ["-", "-"]
     assert longer[6] == "16.0" and float(longer[7]) > 0
 
 
 def test_a_matrix_larger_than_the_free_memory_is_not_tried(monkeypatch):
     monkeypatch.setattr(lessons, "score_matrix_bytes", lambda length: 10**18)
-    written_out, fused = lessons.time_one_head(16)
-    assert written_out is None and fused > 0
+    eager, sdpa = lessons.time_one_head(16)
+    assert eager is None and sdpa > 0
 
 
 @pytest.mark.parametrize(("longest_measured", "said"), [(16, True), (64, False)])

@@ -38,7 +38,10 @@ def test_attention_page_of_markup_shows_it_as_text(browser, tmp_path, capsys):
 def test_tensorboard_of_a_run_on_markup_shows_what_it_writes_as_text(browser, board, train_here, events, tmp_path):
     (tmp_path / "markup.txt").write_text("\r".join([*LINES, ""]) * 60, encoding="utf-8", newline="")
     finished = train_here(
-        f"data.corpus={tmp_path / 'markup.txt'}", "trainer.max_steps=150", "validations=1", "model.context_length=32"
+        f"data.corpus={tmp_path / 'markup.txt'}",
+        "trainer.max_steps=150",
+        "num_validations=1",
+        "model.context_length=32",
     )
     assert finished.returncode == 0, finished
     (written,) = events(finished.path).Tensors("writing/text_summary")

@@ -84,8 +84,8 @@ def test_muon_takes_the_matrices_inside_blocks_and_nothing_else():
     ("fields", "tables"),
     [
         ({"tied_embeddings": False}, {"token_embedding"}),
-        ({"tied_embeddings": False, "bigram_rows": 11}, {"token_embedding", "bigram_embedding"}),
-        ({"tied_embeddings": True, "bigram_rows": 11}, {"bigram_embedding"}),
+        ({"tied_embeddings": False, "bigram_table_size": 11}, {"token_embedding", "bigram_embedding"}),
+        ({"tied_embeddings": True, "bigram_table_size": 11}, {"bigram_embedding"}),
         ({"tied_embeddings": True}, set()),
     ],
     ids=lambda value: "-".join(sorted(value)) if isinstance(value, set) else "",
@@ -108,7 +108,7 @@ def test_embeddings_that_are_not_the_output_layer_have_their_own_learning_rate(n
 
 @pytest.mark.parametrize("name", NAMES)
 def test_without_one_of_their_own_embeddings_learn_at_the_common_rate(name):
-    gpt = network(tied_embeddings=False, bigram_rows=11)
+    gpt = network(tied_embeddings=False, bigram_table_size=11)
     groups = build_optimizer(gpt, OptimizerConfig(name=name, lr=0.01, embedding_lr=None)).param_groups
     assert {group["lr"] for group in groups if not group["muon"]} == {0.01}
     assert {group["name"] for group in groups} == {"adamw", "muon"} & {"adamw", name}
@@ -332,7 +332,10 @@ def test_copied_optimizer_continues_bit_for_bit(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_scheduled_and_cleared_like_any_optimizer(name):
-    gpt, config = network(), OptimizerConfig(name=name, lr=0.01, muon_lr=0.04, warmup=0.25, cooldown=0.5)
+    gpt, config = (
+        network(),
+        OptimizerConfig(name=name, lr=0.01, muon_lr=0.04, warmup_fraction=0.25, cooldown_fraction=0.5),
+    )
     optimizer = build_optimizer(gpt, config)
     assert isinstance(optimizer, torch.optim.Optimizer)
     peaks = [0.04 if group["muon"] else 0.01 for group in optimizer.param_groups]
@@ -403,7 +406,7 @@ def test_gradient_scaler_changes_no_step_and_skips_an_infinite_one(name):
 
 
 def test_learning_rate_grows_stays_and_falls_to_zero():
-    config = OptimizerConfig(warmup=0.1, cooldown=0.4)
+    config = OptimizerConfig(warmup_fraction=0.1, cooldown_fraction=0.4)
     factors = [warmup_stable_decay(step / 1000, config) for step in range(1001)]
     assert factors[0] == factors[1000] == 0
     assert factors[50] == pytest.approx(0.5)
@@ -414,7 +417,7 @@ def test_learning_rate_grows_stays_and_falls_to_zero():
 
 
 def test_warm_up_counts_the_step_it_is_for_and_cool_down_what_is_over_so_every_step_learns():
-    config = OptimizerConfig(warmup=0.2, cooldown=0.4)
+    config = OptimizerConfig(warmup_fraction=0.2, cooldown_fraction=0.4)
     factors = [warmup_stable_decay(step / 10, config, (step + 1) / 10) for step in range(10)]
     assert factors == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
     assert warmup_stable_decay(0.0, OptimizerConfig(), 1.0) == 1.0  # the only step of its run
@@ -430,7 +433,7 @@ def test_warm_up_counts_the_step_it_is_for_and_cool_down_what_is_over_so_every_s
     ],
 )
 def test_warmup_and_cooldown_may_be_absent_or_fill_the_run(warmup, cooldown, expected):
-    config = OptimizerConfig(warmup=warmup, cooldown=cooldown)
+    config = OptimizerConfig(warmup_fraction=warmup, cooldown_fraction=cooldown)
     assert [warmup_stable_decay(progress, config) for progress in (0, 0.25, 0.5, 0.75, 1)] == pytest.approx(expected)
 
 
@@ -476,8 +479,11 @@ def test_name_of_an_optimizer_is_checked_without_torch():
         ({"beta1": -0.1}, ["beta1 is -0.1", "at least 0"]),
         ({"beta2": 1.0}, ["beta2 is 1.0", "below 1"]),
         ({"weight_decay": -1.0}, ["weight_decay is -1.0", "at least 0"]),
-        ({"warmup": -0.1}, ["warmup -0.1", "at least 0"]),
-        ({"warmup": 0.6, "cooldown": 0.5}, ["warmup 0.6", "cooldown 0.5", "at most 1"]),
+        ({"warmup_fraction": -0.1}, ["warmup_fraction -0.1", "at least 0"]),
+        (
+            {"warmup_fraction": 0.6, "cooldown_fraction": 0.5},
+            ["warmup_fraction 0.6", "cooldown_fraction 0.5", "at most 1"],
+        ),
     ],
     ids=lambda value: ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )

@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 
 from checkpoint.checkpoint import load_checkpoint
 from system.errors import UserError
-from training.checkpointing import StopOnSignal
+from training.checkpointing import GracefulStop
 from training.processes import Watch, check_processes, launched_devices
 
 TWO = ("trainer.devices=2", "trainer.accelerator=cpu")
@@ -100,14 +100,14 @@ def test_others_end_where_the_first_process_is_killed(run_of_two):
 @pytest.mark.skipif(not hasattr(signal, "SIGCONT"), reason="no process can be stopped here")
 @pytest.mark.parametrize(("number", "ends"), [("SIGCONT", False), ("SIGTERM", True)])
 def test_process_that_is_stopped_and_continued_again_and_again_goes_on(monkeypatch, number, ends):
-    ended, stop_on_signal = [], StopOnSignal()
-    stop_on_signal.training = True
+    ended, graceful_stop = [], GracefulStop()
+    graceful_stop.training = True
     for name, value in {"SECONDS_BETWEEN_LOOKS": 0.01, "SECONDS_TO_ANSWER": -1.0}.items():
         monkeypatch.setattr(Watch, name, value)
     monkeypatch.setattr(Watch, "_end_all", lambda self, reason: ended.append(reason))
     before = signal.signal(getattr(signal, number), lambda *args: None)
     try:
-        with Watch(SimpleNamespace(failed=lambda: None), stop_on_signal, "", None):
+        with Watch(SimpleNamespace(failed=lambda: None), graceful_stop, "", None):
             for _ in range(3):
                 signal.raise_signal(getattr(signal, number))
                 time.sleep(0.2)
@@ -118,7 +118,7 @@ def test_process_that_is_stopped_and_continued_again_and_again_goes_on(monkeypat
 
 def test_torchrun_is_one_run_with_one_result(tiny, clean_environment, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
-    settings = ("trainer.max_steps=4", "validations=1", f"runs_dir={tmp_path}")
+    settings = ("trainer.max_steps=4", "num_validations=1", f"runs_dir={tmp_path}")
     finished = subprocess.run(
         [*command, *tiny, *settings], cwd=PROJECT, env=clean_environment, capture_output=True, text=True, timeout=120
     )
@@ -131,7 +131,7 @@ def test_torchrun_is_one_run_with_one_result(tiny, clean_environment, tmp_path):
 def test_each_run_of_a_sweep_on_two_devices_has_its_processes_also_with_one_validation_window(call, tiny, tmp_path):
     text = tmp_path / "short.txt"
     text.write_text("Thou art the king of night. " * 15)
-    settings = ("trainer.max_steps=2", "validations=1", "tokenizer=byte", "tokenizer.vocab_size=null")
+    settings = ("trainer.max_steps=2", "num_validations=1", "tokenizer=byte", "tokenizer.vocab_size=null")
     settings += (f"data.corpus={text}", "model.context_length=64", f"runs_dir={tmp_path / 'runs'}", *TWO)
     finished = call("train.py", "-m", *tiny, *settings, "seed=0,1", runs=tmp_path / "runs")
     assert finished.returncode == 0 and finished.stderr == "", finished
@@ -177,7 +177,7 @@ STRAY |= {"SLURM_PROCID": "1", "SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "none
 
 
 def test_stray_variables_of_launchers_change_nothing(call, tiny, tmp_path):
-    settings = ("trainer.max_steps=2", "validations=1", f"runs_dir={tmp_path}")
+    settings = ("trainer.max_steps=2", "num_validations=1", f"runs_dir={tmp_path}")
     finished = call("train.py", *tiny, *settings, env=STRAY, runs=tmp_path)
     assert finished.returncode == 0 and finished.stderr == "" and finished.summary["steps"] == 2, finished
 

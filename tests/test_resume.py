@@ -90,7 +90,7 @@ ACCUMULATING = ("trainer.max_steps=8", "trainer.accumulate_grad_batches=4", "tra
         (ACCUMULATING, (11, 17)),  # in a step's last batch, a validation after it; in the middle, a validation after it
         (EPOCHS, (10, 16)),  # in the last batch of an epoch, and within one
         ((*EPOCHS, "trainer.accumulate_grad_batches=4"), (9, 15, 35)),
-        (("trainer.max_epochs=4", "trainer.limit_train_batches=5", "validations=3"), (4, 7, 12)),
+        (("trainer.max_epochs=4", "trainer.limit_train_batches=5", "num_validations=3"), (4, 7, 12)),
         (("trainer.max_steps=12", "trainer.overfit_batches=3", "trainer.val_check_interval=0.7"), (1, 6)),
     ],
     ids=lambda value: " ".join(map(str, value)),
@@ -109,7 +109,7 @@ def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(train_here, stopped_af
 
 def constant(*settings):
     """A learning rate that does not know how long the run is."""
-    return (*settings, "optimizer.warmup=0", "optimizer.cooldown=0", "trainer.log_every_n_steps=1")
+    return (*settings, "optimizer.warmup_fraction=0", "optimizer.cooldown_fraction=0", "trainer.log_every_n_steps=1")
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_finished_run_says_what_to_raise(train_here):
     ],
 )
 def test_bound_that_was_reached_is_named_where_another_one_is_given(train_here, ended_by, also, expected):
-    finished = train_here(f"trainer.{ended_by}", "trainer.limit_train_batches=4", "validations=1")
+    finished = train_here(f"trainer.{ended_by}", "trainer.limit_train_batches=4", "num_validations=1")
     before = {path: path.stat().st_mtime_ns for path in finished.path.rglob("*")}
     error = train_here(f"resume={finished.dir}", f"trainer.{also}", settings=()).error
     assert all(part in error for part in ["nothing is left to train", *expected]), error
@@ -182,7 +182,7 @@ def test_bound_that_was_reached_can_be_replaced_by_another_one(train_here):
 def test_time_already_used_counts_and_the_schedule_goes_on_from_its_share(
     train_here, stopped_after, tiny, events, clock, bound
 ):
-    settings = (bound, "optimizer.warmup=0", "optimizer.cooldown=1", "trainer.log_every_n_steps=1")
+    settings = (bound, "optimizer.warmup_fraction=0", "optimizer.cooldown_fraction=1", "trainer.log_every_n_steps=1")
     stopped = stopped_after(30, *settings, settings=tuple(setting for setting in tiny if "vocab" not in setting))
     used = content_of(stopped)["run"]
     before = events(stopped.path).Scalars("lr/muon")[-2:]  # in steps of 0.25 s
@@ -239,7 +239,12 @@ def test_resume_true_rather_takes_a_run_that_saved_something(train_here, stopped
 def test_run_directory_that_was_moved_goes_on_and_keeps_its_best(
     train_here, stopped_after, tiny_run, tmp_path, monkeypatch
 ):
-    rising = ("optimizer.lr=1.0", "optimizer.muon_lr=1.0", "optimizer.warmup=1", "optimizer.cooldown=0")
+    rising = (
+        "optimizer.lr=1.0",
+        "optimizer.muon_lr=1.0",
+        "optimizer.warmup_fraction=1",
+        "optimizer.cooldown_fraction=0",
+    )
     settings = (f"init_from={tiny_run.dir}", *rising, "trainer.max_steps=12", "trainer.val_check_interval=4")
     stopped = stopped_after(5, *settings)  # with such rates the first validation is the best
     moved = tmp_path / "elsewhere" / "a=b"
@@ -325,10 +330,10 @@ def test_config_in_which_the_vocabulary_is_a_gap_resumes(train_here, received):
 
 
 def test_a_change_is_checked_with_the_runs_other_values_and_not_with_the_defaults(train_here):
-    run = train_here("trainer.max_steps=2", "optimizer.cooldown=0.1")
-    error = train_here(f"resume={run.path}", "optimizer.warmup=0.95", "trainer.max_steps=4", settings=()).error
-    assert "optimizer.warmup 0.95 and optimizer.cooldown 0.1" in error
-    resumed = train_here(f"resume={run.path}", "optimizer.warmup=0.9", "trainer.max_steps=4", settings=())
+    run = train_here("trainer.max_steps=2", "optimizer.cooldown_fraction=0.1")
+    error = train_here(f"resume={run.path}", "optimizer.warmup_fraction=0.95", "trainer.max_steps=4", settings=()).error
+    assert "optimizer.warmup_fraction 0.95 and optimizer.cooldown_fraction 0.1" in error
+    resumed = train_here(f"resume={run.path}", "optimizer.warmup_fraction=0.9", "trainer.max_steps=4", settings=())
     assert resumed.returncode == 0 and resumed.stderr == "", resumed  # with the default's 0.5 it would be too much
 
 

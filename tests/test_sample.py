@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from checkpoint.checkpoint import NETWORK_PREFIX, find_checkpoint, gpt_entry, load_checkpoint
+from checkpoint.checkpoint import NETWORK_PREFIX, checkpoint_metadata, find_checkpoint, load_checkpoint
 from configs.cli import compose
 from data.config import TokenizerConfig
 from data.tokenizer import build_tokenizer
@@ -37,7 +37,7 @@ def byte_model(tmp_path_factory) -> Path:
     tokenizer = build_tokenizer(TokenizerConfig(kind="byte"), None, Path())
     config = GPTConfig(vocab_size=256, context_length=16, num_layers=1, num_heads=2, d_model=32)
     weights = {NETWORK_PREFIX + name: weight for name, weight in GPT(config).state_dict().items()}
-    entry = gpt_entry(config, tokenizer, 0, {"nats_per_token": 5.5, "bits_per_byte": 8.0})
+    entry = checkpoint_metadata(config, tokenizer, 0, {"nats_per_token": 5.5, "bits_per_byte": 8.0})
     path = tmp_path_factory.mktemp("byte_model") / "best.ckpt"
     torch.save({"gpt": entry, "state_dict": weights}, path)
     return path
@@ -275,7 +275,7 @@ def test_score_colours_whole_characters_in_a_terminal(best, monkeypatch, capsys)
     sample.show_scores(checkpoint, scores, as_json=False)
     shown = capsys.readouterr().out
     assert re.sub(r"\033\[[0-9;]*m", "", shown).startswith("The king 👑 漢\n")
-    assert shown.count("\033[38;5;") == len(scores.tokens) + len(sample.COLOURS)
+    assert shown.count("\033[38;5;") == len(scores.tokens) + len(sample.COLORS)
     monkeypatch.setenv("NO_COLOR", "1")
     sample.show_scores(checkpoint, scores, as_json=False)
     assert "\033" not in capsys.readouterr().out
@@ -367,7 +367,7 @@ def test_every_family_writes_the_same_from_its_checkpoint(name, tmp_path):
     network = GPT(replace(compose("train", [f"model={name}"]).model, **sizes))
     for parameter in network.parameters():  # some start at zero
         torch.nn.init.normal_(parameter, std=0.3)
-    entry = gpt_entry(network.config, tokenizer, 0, {"nats_per_token": 1.0, "bits_per_byte": 1.0})
+    entry = checkpoint_metadata(network.config, tokenizer, 0, {"nats_per_token": 1.0, "bits_per_byte": 1.0})
     weights = {f"network.{key}": weight for key, weight in network.state_dict().items()}
     torch.save({"gpt": entry, "state_dict": weights}, tmp_path / "family.ckpt")
     loaded = load_checkpoint(tmp_path / "family.ckpt").network

@@ -20,7 +20,7 @@ from analysis import inspect_attention as see
 from analysis.attention_plot import MASKED, _drawable, _strip, draw_attention, draw_head_scores
 from analysis.colors import SCALE, color_rows
 from checkpoint.checkpoint import load_checkpoint
-from configs.cli import compose, one_line_errors
+from configs.cli import compose, exit_on_user_error
 from data.tokenizer import encode
 from system.errors import UserError
 
@@ -37,8 +37,8 @@ def maps(tiny_run) -> np.ndarray:
 
 
 @pytest.fixture
-def shown(tiny_run, capsys):
-    """shown(*arguments) is what the command prints about the tiny run: (standard output, standard error)."""
+def inspect(tiny_run, capsys):
+    """inspect(*arguments) is what the command prints about the tiny run: (standard output, standard error)."""
 
     def called(*arguments: str) -> tuple[str, str]:
         source = () if "untrained=true" in arguments else (f"checkpoint={tiny_run.dir}",)
@@ -56,7 +56,7 @@ def refused(tiny_run, tmp_path, capsys):
     def called(*arguments: str) -> str:
         source = () if "untrained=true" in arguments else (f"checkpoint={tiny_run.dir}",)
         capsys.readouterr()
-        with pytest.raises(SystemExit) as end, one_line_errors("see"):
+        with pytest.raises(SystemExit) as end, exit_on_user_error("see"):
             see.main(compose("see", [*source, *arguments]))
         line = capsys.readouterr().err.split("\n")[-2]
         assert end.value.code == 2 and line.startswith("error: ")
@@ -76,7 +76,7 @@ def rows_of(table: str) -> list[tuple[int, str, float | None]]:
 
 @pytest.mark.parametrize(("layer", "head", "token"), [(0, 0, 0), (1, 0, 4), (0, 1, 9), (1, 1, 7)])
 def test_table_is_the_tensor_and_sums_to_one(shown, maps, layer, head, token):
-    output, _ = shown(f"prompt={TEXT}", f"layer={layer}", f"head={head}", f"token={token}")
+    output, _ = inspect(f"prompt={TEXT}", f"layer={layer}", f"head={head}", f"token={token}")
     rows = rows_of(output)
     assert [index for index, _, _ in rows] == list(range(maps.shape[-1]))
     weights = [weight for _, _, weight in rows]
@@ -86,7 +86,7 @@ def test_table_is_the_tensor_and_sums_to_one(shown, maps, layer, head, token):
 
 
 def test_each_token_is_followed_by_its_strongest_links(shown, maps):
-    output, _ = shown(f"prompt={TEXT}", "layer=1")
+    output, _ = inspect(f"prompt={TEXT}", "layer=1")
     for query, line in enumerate(output.splitlines()[2:]):
         links = [float(weight) for weight in re.findall(r"\d\.\d{3}", line)][1:]
         strongest = np.sort(maps[1, 0, query, : query + 1])[::-1][:3]
@@ -121,19 +121,19 @@ def test_a_found_token_holds_the_last_byte_of_the_piece(tokens, data):
 
 
 def test_text_longer_than_the_context_is_cut_from_the_left_and_says_so(shown):
-    output, messages = shown("prompt=" + "love and death " * 30 + "and night")
+    output, messages = inspect("prompt=" + "love and death " * 30 + "and night")
     assert re.search(r"the text has \d+ tokens; the model sees the last 16", messages)
     rows = rows_of(output)
     assert len(rows) == 16 and "".join(token for _, token, _ in rows).endswith("·and·night")
 
 
 def test_an_untrained_network_needs_no_run(shown):
-    output, messages = shown("untrained=true", "prompt=Orange is my favorite fruit", "runs_dir=/nowhere")
+    output, messages = inspect("untrained=true", "prompt=Orange is my favorite fruit", "runs_dir=/nowhere")
     assert messages.startswith("untrained: 2 layers, 4 heads")
     assert len(rows_of(output)) == len("Orange is my favorite fruit")
-    assert shown("untrained=true", "model=gpt2", "model.num_heads=2", "prompt=a b")[1].count("2 heads") == 1
+    assert inspect("untrained=true", "model=gpt2", "model.num_heads=2", "prompt=a b")[1].count("2 heads") == 1
     one = ("model.num_layers=1", "model.num_heads=1")
-    assert "untrained: 1 layer, 1 head, width" in shown("untrained=true", *one, "prompt=a b")[1]
+    assert "untrained: 1 layer, 1 head, width" in inspect("untrained=true", *one, "prompt=a b")[1]
 
 
 # The pictures
@@ -141,7 +141,7 @@ def test_an_untrained_network_needs_no_run(shown):
 
 def test_picture_is_a_png_that_decodes_to_the_colours_of_the_weights(shown, maps, tmp_path):
     path = tmp_path / "a=b, maps.png"
-    shown(f"prompt={TEXT}", f"png={path}")
+    inspect(f"prompt={TEXT}", f"png={path}")
     with Image.open(path) as image:
         assert image.format == "PNG"
         picture = np.asarray(image.convert("RGB"))
@@ -275,14 +275,14 @@ def test_what_cannot_be_shown_is_refused_in_one_line(refused, arguments, mend):
 
 
 def test_no_trained_run_is_said_in_one_line(tmp_path, capsys):
-    with pytest.raises(SystemExit), one_line_errors("see"):
+    with pytest.raises(SystemExit), exit_on_user_error("see"):
         see.main(compose("see", ["prompt=a", f"runs_dir={tmp_path}"]))
     assert "no trained run" in capsys.readouterr().err
 
 
 def test_text_comes_from_standard_input_too(shown, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("été, a=b".encode())))
-    assert shown("prompt_file=-", "token=a=b")[0].startswith("layer 0, head 0")
+    assert inspect("prompt_file=-", "token=a=b")[0].startswith("layer 0, head 0")
 
 
 def test_command_writes_table_picture_and_page(tiny_run, tmp_path, clean_environment):

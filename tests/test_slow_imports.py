@@ -8,7 +8,7 @@ PROJECT = Path(__file__).resolve().parents[1]
 CODE = """
 import atexit, gc
 atexit.register(lambda: print(len(gc.get_objects())))  # runs last: what the end of the process looks through
-from system.deferred_imports import slow_imports
+from system.deferred_imports import deferred_imports
 
 collections = []
 gc.callbacks.append(lambda phase, info: collections.append(phase))
@@ -26,7 +26,7 @@ def numbers(around: str) -> list[str]:
 
 
 def test_imports_collect_nothing_and_the_end_of_the_process_looks_at_nothing():
-    during, enabled, works_later, at_the_end = numbers("slow_imports()")
+    during, enabled, works_later, at_the_end = numbers("deferred_imports()")
     assert (during, enabled, works_later) == ("0", "True", "True")
     assert int(at_the_end) < 1000
 
@@ -40,9 +40,9 @@ def test_without_it_both_would():
 def test_a_failed_import_leaves_the_collector_on():
     code = """
 import gc
-from system.deferred_imports import slow_imports
+from system.deferred_imports import deferred_imports
 try:
-    with slow_imports():
+    with deferred_imports():
         raise ImportError
 except ImportError:
     print(gc.isenabled())
@@ -54,10 +54,10 @@ except ImportError:
 def test_ctrl_c_that_a_library_swallows_comes_after_the_imports():
     code = """
 import os, signal
-from system.deferred_imports import slow_imports
+from system.deferred_imports import deferred_imports
 signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
-    with slow_imports():
+    with deferred_imports():
         try:
             os.kill(os.getpid(), signal.SIGINT)
             print("goes on")
@@ -73,9 +73,9 @@ except KeyboardInterrupt:
 def test_where_ctrl_c_is_ignored_it_stays_ignored():
     code = """
 import os, signal
-from system.deferred_imports import slow_imports
+from system.deferred_imports import deferred_imports
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-with slow_imports():
+with deferred_imports():
     os.kill(os.getpid(), signal.SIGINT)
 print("goes on", signal.getsignal(signal.SIGINT) is signal.SIG_IGN)
 """

@@ -14,8 +14,8 @@ import pytest
 from conftest import PROJECT
 
 from data.batches import TrainBatches
-from training.callbacks import RunLogger, Snapshots
-from training.checkpointing import KeepBest
+from training.callbacks import RunLogger, ValidationImages
+from training.checkpointing import BestCheckpoint
 from training.lightning_module import GPTLightning
 
 JUMP_MS = 100_000
@@ -46,7 +46,7 @@ def step_ms(train_here, events, monkeypatch, jump):
 
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, delayed)
-            finished = train_here("trainer.max_steps=12", "trainer.log_every_n_steps=3", "validations=3")
+            finished = train_here("trainer.max_steps=12", "trainer.log_every_n_steps=3", "num_validations=3")
         assert finished.returncode == 0, finished
         readings = [event.value for event in events(finished.path).Scalars("speed/step_ms")]
         assert len(readings) == 3  # at steps 6, 9 and 12: the first five are warm-up
@@ -61,8 +61,8 @@ def step_ms(train_here, events, monkeypatch, jump):
     [
         (GPTLightning, "validation_step"),
         (GPTLightning, "on_validation_epoch_end"),
-        (Snapshots, "on_validation_end"),
-        (KeepBest, "on_validation_end"),
+        (ValidationImages, "on_validation_end"),
+        (BestCheckpoint, "on_validation_end"),
         (RunLogger, "log_metrics"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
@@ -77,7 +77,7 @@ def test_step_time_leaves_out_the_warm_up(step_ms):
 
 @pytest.mark.parametrize("steps", [1, 5, 6])
 def test_step_time_of_a_run_that_is_mostly_warm_up_is_a_number(train_here, steps):
-    assert 0 < train_here(f"trainer.max_steps={steps}", "validations=1").summary["step_ms"] < math.inf
+    assert 0 < train_here(f"trainer.max_steps={steps}", "num_validations=1").summary["step_ms"] < math.inf
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_step_time_of_accumulated_batches_is_that_of_all_of_them(train_here, mon
     settings = (
         "trainer.max_steps=10",
         "trainer.accumulate_grad_batches=4",
-        "validations=1",
+        "num_validations=1",
         "tokenizer=byte",
         "tokenizer.vocab_size=null",
     )

@@ -11,7 +11,7 @@ from training.final_metrics import FINAL_METRICS
 @pytest.fixture
 def sweep(call, tiny, tmp_path):
     """The directory of a sweep over two context lengths, and what it said, from a process of its own."""
-    settings = ("model.context_length=16,8", "trainer.max_steps=10", "validations=1", f"runs_dir={tmp_path}")
+    settings = ("model.context_length=16,8", "trainer.max_steps=10", "num_validations=1", f"runs_dir={tmp_path}")
     finished = call("train.py", "-m", *tiny, *settings, runs=tmp_path)
     assert finished.returncode == 0 and finished.stderr == "", finished
     return finished
@@ -40,7 +40,7 @@ def test_sweep_over_context_lengths_is_one_directory_with_a_curve_by_context_len
 
 
 def test_sweep_over_something_else_has_no_curve_by_context_length(train_here):
-    finished = train_here("-m", "seed=1,2", "trainer.max_steps=1", "validations=1")
+    finished = train_here("-m", "seed=1,2", "trainer.max_steps=1", "num_validations=1")
     assert finished.returncode == 0 and finished.stderr == "", finished
     assert len(list(finished.path.glob("*/summary.json"))) == 2
     assert not (finished.path / "by_context_length").exists()
@@ -61,14 +61,14 @@ def test_recipe_of_a_sweep_sweeps_and_can_be_narrowed(train_here, tmp_path, monk
 
 @pytest.mark.parametrize("heads", ["2,5,4", "5,2"])
 def test_run_of_a_sweep_that_is_refused_is_named_at_the_end_and_the_others_run(train_here, heads):
-    finished = train_here("-m", f"model.num_heads={heads}", "trainer.max_steps=2", "validations=1")
+    finished = train_here("-m", f"model.num_heads={heads}", "trainer.max_steps=2", "num_validations=1")
     assert "model.num_heads=5: d_model 32 is not divisible by num_heads 5" in finished.error
     done = {path.parent.name.partition("_")[2] for path in finished.path.glob("*/summary.json")}
     assert done == {f"model.num_heads_{number}" for number in heads.split(",") if number != "5"}
 
 
 def test_sweep_with_a_run_that_is_refused_still_draws_its_curves(train_here):
-    finished = train_here("-m", "model.context_length=4,100000,8", "trainer.max_steps=2", "validations=1")
+    finished = train_here("-m", "model.context_length=4,100000,8", "trainer.max_steps=2", "num_validations=1")
     assert finished.returncode == 2 and "model.context_length=100000: " in finished.stderr, finished
     assert (finished.path / "by_context_length").is_dir() and "by_context_length" in finished.stdout
 

@@ -123,15 +123,15 @@ def test_table_of_hyperparameters_sorts_and_filters_by_every_column(train_here, 
     """Runs that differ in whether a value is given, a number or a word: each column has one type all the same."""
     kinds = (
         ("model=llama", "optimizer=adamw", "data.val_tokens=null"),
-        ("model.attention_window=8", "trainer.gradient_clip_val=1.0", "trainer.devices=1", "compile=false"),
+        ("model.sliding_window=8", "trainer.gradient_clip_val=1.0", "trainer.devices=1", "compile=false"),
         ("trainer.precision=32-true", "trainer.val_check_interval=1"),
     )
     for kind in kinds:
-        assert train_here(*kind, "trainer.max_steps=1", "validations=1").returncode == 0, kind
+        assert train_here(*kind, "trainer.max_steps=1", "num_validations=1").returncode == 0, kind
     ask = asked_of(board(tmp_path / "runs"))
     infos = json.loads(ask("plugin/hparams/experiment", {"experimentName": ""}))["hparamInfos"]
     types = {info["name"]: info["type"] for info in infos}
-    assert types["model.attention_window"] == types["model.bigram_rows"] == "DATA_TYPE_FLOAT64"
+    assert types["model.sliding_window"] == types["model.bigram_table_size"] == "DATA_TYPE_FLOAT64"
     assert types["trainer.precision"] == types["compile"] == "DATA_TYPE_STRING"
     for name, kind in types.items():
         number = kind == "DATA_TYPE_FLOAT64"
@@ -140,9 +140,9 @@ def test_table_of_hyperparameters_sorts_and_filters_by_every_column(train_here, 
         )
         for order in ("ORDER_ASC", "ORDER_DESC"):
             assert len(rows_of_table(ask, {"hparam": name, "order": order, **anything})) == len(kinds), name
-    windows = [row["hparams"].get("model.attention_window") for row in rows_of_table(ask)]
+    windows = [row["hparams"].get("model.sliding_window") for row in rows_of_table(ask)]
     assert sorted(windows, key=str) == [8, None, None]
-    few = {"hparam": "model.attention_window", "filterInterval": {"minValue": 1, "maxValue": 9}}
+    few = {"hparam": "model.sliding_window", "filterInterval": {"minValue": 1, "maxValue": 9}}
     assert len(rows_of_table(ask, {**few, "excludeMissingValues": True})) == 1
 
 
@@ -229,7 +229,7 @@ def test_tensorboard_that_stays_open_follows_a_run_that_is_resumed_again_and_aga
 
 
 def test_tensorboard_that_stays_open_sees_all_of_a_real_run_that_is_resumed(train_here):
-    first = train_here("trainer.max_steps=10", "validations=2")
+    first = train_here("trainer.max_steps=10", "num_validations=2")
     reader = open_reader(first.path, "one file after the other")
     assert [step for step, _ in curves(reader)["val/loss"]] == [5, 10]
     resumed = train_here(f"resume={first.dir}", "trainer.max_steps=20", settings=())

@@ -118,7 +118,7 @@ def test_two_processes_from_a_cold_cache_both_get_the_file(tmp_path):
 
 def test_long_encoding_tells_how_far_it_is(split, byte, tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO")
-    monkeypatch.setattr(token_file, "PROGRESS_EVERY_S", 0)
+    monkeypatch.setattr(token_file, "PROGRESS_SECONDS", 0)
     load_tokens(split, byte, tmp_path)
     assert "encoding the training split" in caplog.text and "% of" in caplog.text
 

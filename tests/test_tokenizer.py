@@ -22,11 +22,11 @@ from data.tokenizer import (
     StreamingDetokenizer,
     TokenizerConfig,
     build_tokenizer,
+    deserialize,
     encode,
     encode_chunks,
     fingerprint,
-    from_plain,
-    to_plain,
+    serialize,
     token_bytes,
     token_labels,
 )
@@ -132,12 +132,12 @@ def test_empty_text_has_no_ids(encodings):
 def test_a_million_equal_characters_encode_in_linear_time(encodings, kind, run, monkeypatch):
     text, encoding, lengths = run * (1_000_000 // len(run)), encodings[kind], []
 
-    def counted(segment, encode_ordinary=encoding.encode_ordinary):
+    def count(segment, encode_ordinary=encoding.encode_ordinary):
         lengths.append(len(segment))
         assert lengths[-1] <= SEGMENT_CHARS  # of a longer one tiktoken's time grows as its square: minutes
         return encode_ordinary(segment)
 
-    monkeypatch.setattr(encoding, "encode_ordinary", counted)
+    monkeypatch.setattr(encoding, "encode_ordinary", count)
     assert token_bytes(encoding)[encode(encoding, text)].sum() == len(text.encode())
     assert sum(lengths) == len(text) and len(lengths) <= len(text) / (SEGMENT_CHARS / 2)
 
@@ -234,7 +234,7 @@ def test_name_without_cache_and_network_fails_at_once_with_both_ways_out(split, 
 def test_network_that_never_answers_is_given_up(monkeypatch):
     over, answered = threading.Event(), []
     monkeypatch.setattr("requests.head", lambda *_, **__: answered.append(over.wait(60)))
-    monkeypatch.setattr(tiktoken_encodings, "NETWORK_PATIENCE_S", 0.1)
+    monkeypatch.setattr(tiktoken_encodings, "NETWORK_TIMEOUT_SECONDS", 0.1)
     with pytest.raises(OSError):
         tiktoken_encodings._download("http://127.0.0.1:9/")
     assert not answered  # it is still waited for, by a thread that is left behind
@@ -292,8 +292,8 @@ def test_labels_are_short_and_printable(encodings):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokenizer_survives_a_checkpoint_of_plain_values(encodings, kind, tmp_path):
-    torch.save(to_plain(encodings[kind]), tmp_path / "checkpoint")
-    loaded = from_plain(torch.load(tmp_path / "checkpoint", weights_only=True))
+    torch.save(serialize(encodings[kind]), tmp_path / "checkpoint")
+    loaded = deserialize(torch.load(tmp_path / "checkpoint", weights_only=True))
     assert encode(loaded, VERSE * 3 + "☃").tolist() == encode(encodings[kind], VERSE * 3 + "☃").tolist()
     assert (loaded.name, loaded.n_vocab) == (encodings[kind].name, encodings[kind].n_vocab)
     assert loaded._special_tokens == encodings[kind]._special_tokens
@@ -317,13 +317,13 @@ def test_tokenizer_survives_a_checkpoint_of_plain_values(encodings, kind, tmp_pa
 )
 def test_damaged_tokenizer_is_refused(encodings, damage):
     with pytest.raises(UserError, match="tokenizer is damaged"):
-        from_plain({**to_plain(encodings["bpe"]), **damage})
+        deserialize({**serialize(encodings["bpe"]), **damage})
 
 
 @pytest.mark.parametrize("plain", [None, {}, [], {"name": "x"}])
 def test_what_is_no_tokenizer_is_refused(plain):
     with pytest.raises(UserError, match="tokenizer is damaged"):
-        from_plain(plain)
+        deserialize(plain)
 
 
 # The default vocabulary

@@ -17,7 +17,7 @@ from model.gpt import GPT
 from system.errors import UserError
 from training.callbacks import Progress
 from training.lightning_module import GPTLightning
-from training.summary import conclusion
+from training.summary import final_report
 
 
 def checkpoint_of(path):
@@ -133,11 +133,11 @@ def test_checkpoint_no_better_than_guessing_is_called_that(tmp_path, nats, bits,
     summary = {"best_step": 1, "steps": 2, "seconds": 3.0, "tokens_per_second": 4.0}
     summary |= {"val_tokens": 9, "val_tokens_in_split": 9}
     figures = {"val_nats_per_token": nats, "val_bits_per_byte": bits}
-    told = conclusion(summary | figures, "text", tmp_path, vocab_size=300)
+    told = final_report(summary | figures, "text", tmp_path, vocab_size=300)
     assert f"warning: no better than a uniform guess {said}" in told
     assert "nothing was learned that helps" in told and "Train longer" in told
     figures = {"val_nats_per_token": 5.0, "val_bits_per_byte": 7.9}
-    assert "warning" not in conclusion(summary | figures, "text", tmp_path, vocab_size=300)
+    assert "warning" not in final_report(summary | figures, "text", tmp_path, vocab_size=300)
 
 
 def test_printed_commands_name_the_run(tiny_run):
@@ -195,7 +195,7 @@ def test_first_step_learns(train_here, tiny_run):
 
 
 def test_overfitting_to_one_batch_brings_its_loss_near_zero(train_here, events):
-    settings = ("trainer.max_steps=200", "validations=1", "model.dropout=0", "model.bigram_dropout=0")
+    settings = ("trainer.max_steps=200", "num_validations=1", "model.dropout=0", "model.bigram_dropout=0")
     finished = train_here("trainer.overfit_batches=1", *settings)
     assert "each epoch trains on the same batch" in finished.stdout
     assert curve(events, finished, "train/loss")[-1][1] < 0.1
@@ -207,18 +207,21 @@ def test_overfitting_to_one_batch_brings_its_loss_near_zero(train_here, events):
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
-        (("validations=4", "trainer.max_epochs=4", "trainer.limit_train_batches=5"), [5, 10, 15, 20]),
-        (("validations=2", "trainer.max_epochs=4", "trainer.limit_train_batches=0.2"), [10, 20]),
+        (("num_validations=4", "trainer.max_epochs=4", "trainer.limit_train_batches=5"), [5, 10, 15, 20]),
+        (("num_validations=2", "trainer.max_epochs=4", "trainer.limit_train_batches=0.2"), [10, 20]),
         (("trainer.max_epochs=2", "trainer.limit_train_batches=10", "trainer.val_check_interval=0.5"), [5, 10, 15, 20]),
-        (("validations=5", "trainer.max_steps=12"), [3, 5, 8, 10, 12]),
-        (("validations=5", "trainer.max_steps=3"), [1, 2, 3]),
-        (("validations=3", "trainer.max_steps=6", "trainer.accumulate_grad_batches=3"), [2, 4, 6]),
-        (("validations=2", "trainer.max_steps=1000", "trainer.max_epochs=2", "trainer.limit_train_batches=3"), [3, 6]),
-        (("validations=2", "trainer.max_steps=6", "trainer.max_time=1h"), [3, 6]),
-        (("trainer.val_check_interval=4", "trainer.max_steps=10"), [4, 8, 10]),
-        (("validations=3", "trainer.max_time=0.001s", "trainer.min_steps=12"), [4, 8, 12]),
+        (("num_validations=5", "trainer.max_steps=12"), [3, 5, 8, 10, 12]),
+        (("num_validations=5", "trainer.max_steps=3"), [1, 2, 3]),
+        (("num_validations=3", "trainer.max_steps=6", "trainer.accumulate_grad_batches=3"), [2, 4, 6]),
         (
-            ("trainer.max_time=0.001s", "trainer.min_epochs=2", "trainer.limit_train_batches=5", "validations=2"),
+            ("num_validations=2", "trainer.max_steps=1000", "trainer.max_epochs=2", "trainer.limit_train_batches=3"),
+            [3, 6],
+        ),
+        (("num_validations=2", "trainer.max_steps=6", "trainer.max_time=1h"), [3, 6]),
+        (("trainer.val_check_interval=4", "trainer.max_steps=10"), [4, 8, 10]),
+        (("num_validations=3", "trainer.max_time=0.001s", "trainer.min_steps=12"), [4, 8, 12]),
+        (
+            ("trainer.max_time=0.001s", "trainer.min_epochs=2", "trainer.limit_train_batches=5", "num_validations=2"),
             [5, 10],
         ),
     ],
@@ -232,7 +235,7 @@ def test_validations_are_evenly_spread_and_the_last_is_at_the_end(train_here, ev
 
 
 def test_limited_validations_are_named_and_the_final_one_is_over_the_whole_split(train_here, events):
-    settings = ("trainer.max_steps=4", "validations=1")
+    settings = ("trainer.max_steps=4", "num_validations=1")
     whole, limited = train_here(*settings), train_here(*settings, "trainer.limit_val_batches=1")
     line = "validations during training see 64 tokens of these (trainer.limit_val_batches); the last one sees all"
     assert line in limited.stdout and "validations during training" not in whole.stdout
@@ -278,7 +281,7 @@ def test_non_finite_loss_stops_the_run_at_that_step_and_keeps_the_last_good_chec
         assert all(weight.isfinite().all() for weight in checkpoint.network.parameters())
 
 
-@pytest.mark.parametrize("validate", ["trainer.val_check_interval=100000", "validations=1"])
+@pytest.mark.parametrize("validate", ["trainer.val_check_interval=100000", "num_validations=1"])
 def test_interval_larger_than_the_run_still_validates_and_logs(train_here, events, validate):
     finished = train_here("trainer.max_steps=6", "trainer.log_every_n_steps=1000", validate)
     assert finished.returncode == 0, finished
@@ -305,7 +308,7 @@ def test_best_checkpoint_of_a_run_that_overfits_is_kept_and_used(train_here, tmp
         "tokenizer.vocab_size=null",
         *settings,
         "trainer.max_steps=100",
-        "validations=20",
+        "num_validations=20",
     )
     summary, checkpoints = finished.summary, finished.path / "checkpoints"
     best, last = (load_checkpoint(checkpoints / name) for name in ("best.ckpt", "last.ckpt"))
@@ -438,7 +441,7 @@ def test_text_too_short_for_the_context_is_refused_with_what_works(refuse, tmp_p
 )
 def test_every_family_trains_with_every_optimizer_and_tokenizer(train_here, model, optimizer, tokenizer):
     choices = (f"model={model}", f"optimizer={optimizer}", f"tokenizer={tokenizer}", "tokenizer.vocab_size=null")
-    finished = train_here(*choices, "trainer.max_steps=3", "validations=1", "model.dropout=0.1")
+    finished = train_here(*choices, "trainer.max_steps=3", "num_validations=1", "model.dropout=0.1")
     assert finished.returncode == 0 and finished.stderr == "", finished
     checkpoint = load_checkpoint(finished.path / "checkpoints/best.ckpt")
     assert checkpoint.step == 3 and checkpoint.validation["bits_per_byte"] == finished.summary["val_bits_per_byte"]

@@ -14,14 +14,14 @@ from system.errors import UserError
 from training.lightning_module import GPTLightning
 from training.progress import RunTimer
 from training.trainer import (
-    OURS,
+    HANDLED_HERE,
     REJECTED,
     TO_LIGHTNING,
     NoProfiler,
     build_trainer,
+    check_time_bounds,
     parse_duration,
-    refuse_time_on_several_devices,
-    resolve,
+    resolve_trainer_options,
     skip_empty_hooks,
 )
 
@@ -46,12 +46,12 @@ def test_what_is_no_time_is_refused_by_the_name_of_its_key_with_examples(text):
 def test_several_devices_have_no_clock_in_common():
     two = SimpleNamespace(world_size=2, max_steps=10, max_epochs=-1)
     with pytest.raises(UserError, match="2 devices cannot be bounded by time.*budget.*max_time.*trainer.max_steps"):
-        refuse_time_on_several_devices(SimpleNamespace(world_size=2, max_steps=-1, max_epochs=-1), {})
+        check_time_bounds(SimpleNamespace(world_size=2, max_steps=-1, max_epochs=-1), {})
     for name in ("max_time", "val_check_interval"):
         with pytest.raises(UserError, match=f"trainer.{name} is a time.*trainer.devices=1"):
-            refuse_time_on_several_devices(two, {name: timedelta(seconds=5)})
-    refuse_time_on_several_devices(two, {"max_time": None, "val_check_interval": 5})
-    refuse_time_on_several_devices(SimpleNamespace(world_size=1, max_steps=-1, max_epochs=-1), {})
+            check_time_bounds(two, {name: timedelta(seconds=5)})
+    check_time_bounds(two, {"max_time": None, "val_check_interval": 5})
+    check_time_bounds(SimpleNamespace(world_size=1, max_steps=-1, max_epochs=-1), {})
 
 
 class Counting(Callback):
@@ -70,7 +70,7 @@ def test_hooks_of_a_step_are_taken_away_where_they_are_empty_and_nowhere_else():
 
 @pytest.mark.parametrize(("wanted", "kind"), [(None, NoProfiler), ("simple", SimpleProfiler)])
 def test_a_profiler_that_is_asked_for_is_there(tmp_path, wanted, kind):
-    options = resolve({"max_steps": 1, "accelerator": "cpu", "profiler": wanted})
+    options = resolve_trainer_options({"max_steps": 1, "accelerator": "cpu", "profiler": wanted})
     trainer = build_trainer(options, 1, [], default_root_dir=tmp_path, logger=False, enable_checkpointing=False)
     assert type(trainer.profiler) is kind
 
@@ -126,10 +126,10 @@ BY_TIME = {
 
 
 def test_every_option_of_lightnings_trainer_is_in_one_table():
-    tables = [*TO_LIGHTNING, *OURS, *REJECTED]
+    tables = [*TO_LIGHTNING, *HANDLED_HERE, *REJECTED]
     assert len(tables) == len(set(tables))
     assert set(tables) == set(inspect.signature(Trainer.__init__).parameters) - {"self"}
-    assert set(BY_STEPS | BY_TIME) == {*TO_LIGHTNING, *OURS}  # and every one that can be set is tried below
+    assert set(BY_STEPS | BY_TIME) == {*TO_LIGHTNING, *HANDLED_HERE}  # and every one that can be set is tried below
 
 
 @pytest.mark.parametrize("options", [BY_STEPS, BY_TIME], ids=["steps", "time"])
@@ -169,13 +169,13 @@ def test_every_option_that_can_be_set_works(train_here, events, monkeypatch, opt
 @pytest.mark.parametrize("name", REJECTED)
 def test_option_that_cannot_be_set_is_rejected_with_what_to_do_instead(name):
     with pytest.raises(UserError, match=f"^trainer.{name} cannot be set. .*[.]$"):
-        resolve({"max_steps": 1, name: 1})
+        resolve_trainer_options({"max_steps": 1, name: 1})
 
 
-@pytest.mark.parametrize("name", [*TO_LIGHTNING, *OURS, *REJECTED])
+@pytest.mark.parametrize("name", [*TO_LIGHTNING, *HANDLED_HERE, *REJECTED])
 def test_null_is_as_if_an_option_was_not_given(name):
     bound = {"max_epochs": 1} if name == "max_steps" else {"max_steps": 1}
-    assert resolve(bound | {name: None}) == resolve(bound)
+    assert resolve_trainer_options(bound | {name: None}) == resolve_trainer_options(bound)
 
 
 @pytest.mark.parametrize(
@@ -202,13 +202,13 @@ def test_null_is_as_if_an_option_was_not_given(name):
 )
 def test_value_that_an_option_does_not_take_is_rejected_before_training(option, value, expected):
     with pytest.raises(UserError, match=f"trainer.{option} .*{expected}"):
-        resolve({"max_steps": 5, option: value})
+        resolve_trainer_options({"max_steps": 5, option: value})
 
 
 def test_run_that_is_bounded_by_time_goes_on_until_its_minimums_are_reached():
     timer = RunTimer(timedelta(seconds=10), min_steps=400, min_epochs=2)
-    assert timer.share_over(steps=100, epochs=1.5, seconds=1.0) == 0.1
-    assert timer.share_over(steps=100, epochs=1.5, seconds=9.0) == 0.25
-    assert timer.share_over(steps=800, epochs=1.5, seconds=20.0) == 0.75
-    assert timer.share_over(steps=800, epochs=3.0, seconds=20.0) == 1.5
-    assert RunTimer(None).share_over(1, 1, 1) is None
+    assert timer.fraction_done(steps=100, epochs=1.5, seconds=1.0) == 0.1
+    assert timer.fraction_done(steps=100, epochs=1.5, seconds=9.0) == 0.25
+    assert timer.fraction_done(steps=800, epochs=1.5, seconds=20.0) == 0.75
+    assert timer.fraction_done(steps=800, epochs=3.0, seconds=20.0) == 1.5
+    assert RunTimer(None).fraction_done(1, 1, 1) is None

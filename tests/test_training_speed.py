@@ -29,7 +29,7 @@ def case(config):
 def test_products_have_the_operations_of_a_step_on_paper(config):
     linear, attention = products_of(case(config))
     assert sum(p.flops for p in linear) == 3 * 3 * rest_flops(config, config.context_length)
-    assert sum(p.flops for p in attention) == 3 * 3 * attention_flops(config, config.context_length, "written_out")
+    assert sum(p.flops for p in attention) == 3 * 3 * attention_flops(config, config.context_length, "eager")
 
 
 def test_a_product_makes_the_operations_it_says():

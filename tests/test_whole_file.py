@@ -12,11 +12,11 @@ from analysis.attention_html import save_page
 from analysis.attention_plot import save
 from checkpoint.safetensors_io import ENTRIES, write_safetensors
 from system.errors import UserError
-from system.files import written_whole
+from system.files import atomic_write
 
 
 def write(path, content, **names):
-    with written_whole(path, **names) as file:
+    with atomic_write(path, **names) as file:
         file.write(content)
 
 
@@ -30,7 +30,7 @@ def test_failure_leaves_the_files_before_and_nothing_else(tmp_path, failure, tem
     path, previous = tmp_path / "file", tmp_path / "previous"
     path.write_bytes(b"before"), previous.write_bytes(b"older")
     with pytest.raises(type(failure)):
-        with written_whole(path, temporary and tmp_path / temporary, previous) as file:
+        with atomic_write(path, temporary and tmp_path / temporary, previous) as file:
             file.write(b"half")
             raise failure
     assert names_in(tmp_path) == ["file", "previous"]
@@ -67,7 +67,7 @@ def test_file_before_goes_to_previous(tmp_path):
 
 def test_two_that_write_one_file_at_once_do_not_mix(tmp_path):
     path = tmp_path / "file"
-    with written_whole(path) as one, written_whole(path) as two:
+    with atomic_write(path) as one, atomic_write(path) as two:
         for _ in range(1000):
             one.write(b"one"), two.write(b"two")
     assert path.read_bytes() == b"one" * 1000 and names_in(tmp_path) == ["file"]  # the one that ended last

@@ -22,10 +22,10 @@ from model.flops import matrix_weights, step_flops
 from model.gpt import GPT
 from model.kernels.bfloat16 import matmul_precision
 from system.errors import UserError
-from training.budget_timer import END_S, WHOLE_SHARE
+from training.budget_timer import FULL_VALIDATION_SHARE, SHUTDOWN_SECONDS
 from training.config import OptimizerConfig, RunConfig
 from training.optim import OPTIMIZERS, build_optimizer
-from training.trainer import bounds, parse_duration
+from training.trainer import parse_duration, stop_conditions
 
 DEFAULT_TIME = timedelta(seconds=90)
 
@@ -34,7 +34,7 @@ DEFAULT_TIME = timedelta(seconds=90)
 class Recipe:
     """What to train in so much time. docs/EXPERIMENTS.md has the measurements."""
 
-    teraflops: float
+    min_tflop: float
     """Seconds of training x `measured_speed` / 10^12 from which on it is taken."""
     num_layers: int
     d_model: int
@@ -56,18 +56,18 @@ RECIPES = (
     Recipe(90.0, num_layers=3, d_model=192, vocab_size=2048, bigram_dropout=0.6),
 )
 HEAD_DIM = 32
-SECONDS_A_VALIDATION = 5.0  # of training at least between two: with its pictures one takes half a second
+SECONDS_PER_VALIDATION = 5.0  # of training at least between two: with its pictures one takes half a second
 # The step whose speed is measured: a plainer network of the shape of most of RECIPES.
 REFERENCE = GPTConfig(vocab_size=2048, positions="rope", norm="rmsnorm", norm_affine=False, mlp="relu2", bias=False)
 REFERENCE_BATCH, REFERENCE_STEPS = 24, 8
 
 
-def time_allowed(config: RunConfig) -> timedelta | None:
+def total_budget(config: RunConfig) -> timedelta | None:
     """How long the whole command may take. None: something else ends the run.
 
     Raises UserError for a budget beside another bound, and for one that is no time.
     """
-    bounded = bounds(config.trainer)
+    bounded = stop_conditions(config.trainer)
     if config.budget == "auto":
         return None if bounded else DEFAULT_TIME
     budget = parse_duration(config.budget, "budget")
@@ -106,18 +106,18 @@ def measured_speed(device: torch.device, precision: str) -> float:
 
     steps(2)
     seconds = min(steps(REFERENCE_STEPS // 2), steps(REFERENCE_STEPS // 2))
-    return REFERENCE_BATCH * step_flops(REFERENCE, T, "fused") / seconds
+    return REFERENCE_BATCH * step_flops(REFERENCE, T, "sdpa") / seconds
 
 
-def recipe_for(teraflops: float) -> Recipe:
+def recipe_for(min_tflop: float) -> Recipe:
     """The row of RECIPES for so much training."""
-    return [recipe for recipe in RECIPES if recipe.teraflops <= max(0.0, teraflops)][-1]
+    return [recipe for recipe in RECIPES if recipe.min_tflop <= max(0.0, min_tflop)][-1]
 
 
 _seconds_of_first: dict[timedelta, float] = {}
 
 
-def with_recipe(config: RunConfig, budget: timedelta, spent: float, flops_per_second: float) -> tuple[RunConfig, str]:
+def apply_recipe(config: RunConfig, budget: timedelta, spent: float, flops_per_second: float) -> tuple[RunConfig, str]:
     """The config with the recipe for what is left of the budget, and a line that says what was picked and why.
 
     Args:
@@ -133,7 +133,7 @@ def with_recipe(config: RunConfig, budget: timedelta, spent: float, flops_per_se
         "model.num_heads": recipe.d_model // HEAD_DIM,
         "model.dropout": recipe.dropout,
     }
-    if config.model.bigram_rows:
+    if config.model.bigram_table_size:
         picked["model.bigram_dropout"] = recipe.bigram_dropout
     if TOKENIZERS[config.tokenizer.kind].learned:
         text_bytes = sum(file.stat().st_size for file in find_files(config.data.corpus))
@@ -144,10 +144,10 @@ def with_recipe(config: RunConfig, budget: timedelta, spent: float, flops_per_se
     if recipe.learning_rates != 1:
         defaults = {key: config.get(key) for key in rates}  # those that are given stay, see below
         picked |= {key: float(f"{recipe.learning_rates * rate:.6g}") for key, rate in defaults.items() if rate}
-    if seconds < SECONDS_A_VALIDATION * config.validations:
-        picked["validations"] = max(1, int(seconds / SECONDS_A_VALIDATION))
-    picked = {key: value for key, value in picked.items() if key not in config.given_keys}
-    if "model.d_model" in config.given_keys or not works(config, picked):
+    if seconds < SECONDS_PER_VALIDATION * config.num_validations:
+        picked["num_validations"] = max(1, int(seconds / SECONDS_PER_VALIDATION))
+    picked = {key: value for key, value in picked.items() if key not in config.explicit_keys}
+    if "model.d_model" in config.explicit_keys or not is_valid(config, picked):
         for key in ("model.d_model", "model.num_heads"):  # as they are they go with each other and the rest
             picked.pop(key, None)
     shape = config.replace_values(picked).model
@@ -160,7 +160,7 @@ def with_recipe(config: RunConfig, budget: timedelta, spent: float, flops_per_se
     )
 
 
-def works(config: RunConfig, values: dict[str, Any]) -> bool:
+def is_valid(config: RunConfig, values: dict[str, Any]) -> bool:
     """Whether the config can have these values: heads divide the width, and whatever else a network asks."""
     try:
         return bool(config.replace_values(values))
@@ -168,12 +168,12 @@ def works(config: RunConfig, values: dict[str, Any]) -> bool:
         return False
 
 
-def whole_validation_seconds(network: GPT, val_tokens: int, flops_per_second: float) -> float:
+def full_validation_seconds(network: GPT, val_tokens: int, flops_per_second: float) -> float:
     """What the validation of the whole split is expected to take."""
     return 2 * matrix_weights(network.config) * val_tokens / flops_per_second
 
 
-def time_to_train(budget: timedelta, spent: float, processor_s: float, whole_seconds: float) -> timedelta:
+def training_time(budget: timedelta, spent: float, processor_s: float, whole_seconds: float) -> timedelta:
     """What of the budget remains for training, when the last validation and the end are taken off too.
 
     On a busy machine that may be nothing, or less: then a few steps are trained.
@@ -182,14 +182,16 @@ def time_to_train(budget: timedelta, spent: float, processor_s: float, whole_sec
         spent: seconds of the budget that are over.
         processor_s: seconds for which this process had a processor meanwhile: on an idle machine the start takes no
             longer.
-        whole_seconds: of `whole_validation_seconds`.
+        whole_seconds: of `full_validation_seconds`.
 
     Raises:
         UserError: on an idle machine it would be nothing too.
     """
     total = budget.total_seconds()
     idle = min(spent, processor_s)
-    end = END_S + min(whole_seconds, WHOLE_SHARE * (END_S + 1) / (1 - WHOLE_SHARE))  # when a second is left to train
+    end = SHUTDOWN_SECONDS + min(
+        whole_seconds, FULL_VALIDATION_SHARE * (SHUTDOWN_SECONDS + 1) / (1 - FULL_VALIDATION_SHARE)
+    )  # when a second is left to train
     if total - idle < end + 1:
         raise UserError(
             f"A budget of {total:g} s leaves no time to train: starting takes {idle:.0f} s of processor time, "
@@ -197,4 +199,4 @@ def time_to_train(budget: timedelta, spent: float, processor_s: float, whole_sec
             "or give trainer.max_steps=100 in its place."
         )
     left = total - spent
-    return timedelta(seconds=left - END_S - min(whole_seconds, WHOLE_SHARE * max(0.0, left)))
+    return timedelta(seconds=left - SHUTDOWN_SECONDS - min(whole_seconds, FULL_VALIDATION_SHARE * max(0.0, left)))

@@ -19,15 +19,15 @@ from lightning.pytorch import LightningModule, Trainer
 from system.running_clock import running_seconds
 from training.progress import RunTimer
 
-say = logging.getLogger(__name__).info
+logger = logging.getLogger(__name__)
 
-END_S = 1.2  # on an idle machine, all that comes after training but the validation of the whole split
-EXIT_S = 0.5  # of these, after that validation: saving, a sample, the end of the process
-WHOLE_SHARE = 1 / 3  # of what the start leaves: time kept for the whole split at most
-APART = 2.0  # times what a validation takes: so far it stays from the next one, which cannot eat the budget then
+SHUTDOWN_SECONDS = 1.2  # on an idle machine, all that comes after training but the validation of the whole split
+EXIT_SECONDS = 0.5  # of these, after that validation: saving, a sample, the end of the process
+FULL_VALIDATION_SHARE = 1 / 3  # of what the start leaves: time kept for the whole split at most
+MIN_GAP = 2.0  # times what a validation takes: so far it stays from the next one, which cannot eat the budget then
 GRACE = 0.03  # of the budget: a validation is cut when it would end so much later than planned
 COOLING_STEPS = 10  # the learning rate falls to 0 over so many batches at least, however late it is
-SECONDS_REMEMBERED = 3.0  # a step's time counts e times less after so long
+STEP_TIME_DECAY_SECONDS = 3.0  # a step's time counts e times less after so long
 WARMUP_STEPS = 5  # allocate and compile: not a step's time
 
 
@@ -64,11 +64,15 @@ class BudgetTimer(RunTimer):
         self.share = 0.0
         """Share of the run that is over, 0 to 1."""
         # What the end consists of: in seconds, as expected before training; in steps, a reading each validation.
-        self._expected = {"whole": whole_seconds, "validation": (END_S - EXIT_S) * load, "exit": EXIT_S * load}
+        self._expected = {
+            "whole": whole_seconds,
+            "validation": (SHUTDOWN_SECONDS - EXIT_SECONDS) * load,
+            "exit": EXIT_SECONDS * load,
+        }
         self._measured: dict[str, list[float]] = {name: [] for name in self._expected}
         self._step_seconds_at_first = math.inf  # as soon as it is known
         available = budget if deadline is None else deadline - running_seconds()
-        self._most = {"whole": WHOLE_SHARE * max(0.0, available), "exit": 0.1 * budget}  # seconds
+        self._most = {"whole": FULL_VALIDATION_SHARE * max(0.0, available), "exit": 0.1 * budget}  # seconds
         self._batches = 0
         self._recent_batches = self._recent_seconds = 0.0  # the older, the less they count
         self._batch_ended = 0.0
@@ -110,7 +114,7 @@ class BudgetTimer(RunTimer):
 
     # Training
 
-    def _share_of_time(self, seconds: float) -> float:
+    def _time_fraction(self, seconds: float) -> float:
         """Before training, of `max_time`; then as if the time went on evenly from the share that is over by now."""
         if self.start_time() is None:
             return seconds / max(self.max_time, 1e-9)
@@ -137,7 +141,7 @@ class BudgetTimer(RunTimer):
             self._measured["validation"].append(validation_s / self.step_seconds)
             self._validation_began, self._validation_ended = None, now
         elif self._batches > 2 or not self._recent_batches:
-            fade = math.exp(-seconds / SECONDS_REMEMBERED)
+            fade = math.exp(-seconds / STEP_TIME_DECAY_SECONDS)
             self._recent_batches = fade * self._recent_batches + 1
             self._recent_seconds = fade * self._recent_seconds + seconds
         if self._batches == WARMUP_STEPS:
@@ -166,11 +170,11 @@ class BudgetTimer(RunTimer):
 
     def can_validate(self) -> bool:
         """Whether a validation that is due is far enough from the one before, and from the last one."""
-        apart = APART * self._cost("validation")
+        apart = MIN_GAP * self._cost("validation")
         if self._left() > apart and running_seconds() - self._validation_ended > apart:
             return True
         if not self._told:
-            say(f"validations are {apart:.0f} s apart at least: one takes {apart / APART:.1f} s")
+            logger.info(f"validations are {apart:.0f} s apart at least: one takes {apart / MIN_GAP:.1f} s")
         self._told = True
         return False
 

@@ -30,7 +30,7 @@ from training.budget_timer import budget_timer
 from training.final_metrics import FINAL_METRICS
 from training.progress import run_progress
 
-say = logging.getLogger(__name__).info
+logger = logging.getLogger(__name__)
 
 
 class RunLogger(TensorBoardLogger):
@@ -58,7 +58,7 @@ class RunLogger(TensorBoardLogger):
         self.save()
 
 
-class Metrics(Callback):
+class MetricsLogger(Callback):
     """Writes the curves of training, every `trainer.log_every_n_steps` steps and at the end.
 
     `step_ms` is the time of one optimiser step between two synchronisations with the device, after
@@ -221,7 +221,7 @@ class Progress(ProgressBar):
     SECONDS_BETWEEN_LINES = 10.0
     SECONDS_BETWEEN_REFRESHES = 0.2
 
-    def __init__(self, metrics: Metrics, enabled: bool = True):
+    def __init__(self, metrics: MetricsLogger, enabled: bool = True):
         super().__init__()
         self._metrics = metrics
         self._enabled = enabled
@@ -254,14 +254,14 @@ class Progress(ProgressBar):
             self._bar.n = done
             self._bar.set_description_str(state)
         else:
-            say(f"{done:4.0%}  {state}")
+            logger.info(f"{done:4.0%}  {state}")
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         """One line a validation."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking and trainer.is_global_zero:
             loss = module.validation
             cut = f" (only {loss['tokens']:,} tokens: out of time)" if trainer.val_dataloaders.cut else ""
-            say(
+            logger.info(
                 f"step {trainer.global_step:,}: validation {loss['nats_per_token']:.3f} nats per token, "
                 f"{loss['bits_per_byte']:.3f} bits per byte{cut}"
             )
@@ -277,7 +277,7 @@ class Progress(ProgressBar):
 
     def print(self, *args, **kwargs) -> None:
         """Lightning's own lines, above the bar."""
-        say(" ".join(map(str, args)))
+        logger.info(" ".join(map(str, args)))
 
 
 class ProfilerReport(Callback):
@@ -286,14 +286,14 @@ class ProfilerReport(Callback):
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
         """All of it; nothing without a profiler."""
         if trainer.is_global_zero and (report := trainer.profiler.summary()):
-            say(report)
+            logger.info(report)
 
 
 def _minutes(seconds: float) -> str:
     return "?" if math.isnan(seconds) else f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
-class Snapshots(Callback):
+class ValidationImages(Callback):
     """At every validation: attention maps of a fixed passage, scores of every head, and a few lines of writing.
 
     Args:
@@ -314,7 +314,7 @@ class Snapshots(Callback):
             return
         timer = budget_timer(trainer)
         if timer and timer.late():
-            say(f"no pictures at step {trainer.global_step:,}: the budget is nearly used up")
+            logger.info(f"no pictures at step {trainer.global_step:,}: the budget is nearly used up")
             return
         from analysis.attention_plot import draw_attention  # here: not every run draws
 

@@ -20,20 +20,20 @@ from lightning.pytorch import Callback, LightningModule, Trainer, __version__
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
-from checkpoint.checkpoint import refuse_other_weights
+from checkpoint.checkpoint import check_same_weights
 from checkpoint.io import read_checkpoint, write_checkpoint
 from model.gpt import GPT
 from system.checks import Number
 from system.errors import UserError
 from system.running_clock import running_seconds
 from training.budget_timer import BudgetTimer
-from training.callbacks import Metrics
+from training.callbacks import MetricsLogger
 from training.progress import run_progress, run_timer
 
-say = logging.getLogger(__name__).info
+logger = logging.getLogger(__name__)
 
 
-class CheckpointFiles(TorchCheckpointIO):
+class AtomicCheckpointIO(TorchCheckpointIO):
     """How the Trainer writes and reads checkpoints. `storage_options` says where the old file goes."""
 
     def __init__(self):
@@ -53,7 +53,7 @@ class CheckpointFiles(TorchCheckpointIO):
         return {"state_dict": read_checkpoint(Path(path))["state_dict"], "pytorch-lightning_version": __version__}
 
 
-class KeepBest(Checkpoint):
+class BestCheckpoint(Checkpoint):
     """Writes the weights at each validation whose loss is the lowest so far."""
 
     def __init__(self, path: Path):
@@ -79,7 +79,7 @@ class KeepBest(Checkpoint):
             self.lowest = state["lowest"]
 
 
-class KeepLast(Checkpoint):
+class LastCheckpoint(Checkpoint):
     """Writes the state of the run after every validation, and once a minute between them.
 
     Always before a batch that begins an optimiser step, or at the end: what a step adds up from several batches is
@@ -89,16 +89,17 @@ class KeepLast(Checkpoint):
         path: of last.ckpt.
         metrics: whose clock stops meanwhile.
         run: what else the checkpoint says of the run, under its key "run".
-        began: when the run began, a reading of running_seconds(); earlier by what a resumed run has used already.
+        started_at: when the run started, a reading of running_seconds(); earlier by what a resumed run has
+            used already.
     """
 
     SECONDS_BETWEEN = 60.0
 
-    def __init__(self, path: Path, metrics: Metrics, run: dict[str, Any] | None = None, began: float = 0.0):
+    def __init__(self, path: Path, metrics: MetricsLogger, run: dict[str, Any] | None = None, started_at: float = 0.0):
         self.path = path
         self._metrics = metrics
         self._run = run or {}
-        self._began = began
+        self._started_at = started_at
         self._due = False
         self._saved_at = time.monotonic()
         self.saved_step = 0
@@ -132,7 +133,7 @@ class KeepLast(Checkpoint):
         """Adds the run's own entry, and takes back that a batch had begun: Lightning would count it as trained on."""
         timer = run_timer(trainer)
         used = {
-            "seconds": running_seconds() - self._began,
+            "seconds": running_seconds() - self._started_at,
             "train_seconds": timer.time_elapsed(),
             "max_time": timer.max_time if isinstance(timer, BudgetTimer) else None,
         }
@@ -147,17 +148,19 @@ def begins_step(trainer: Trainer, batch_idx: int) -> bool:
     return batch_idx % trainer.accumulate_grad_batches == 0
 
 
-def keep_last(trainer: Trainer) -> KeepLast:
+def last_checkpoint(trainer: Trainer) -> LastCheckpoint:
     """The one of this Trainer."""
-    return next(callback for callback in trainer.callbacks if isinstance(callback, KeepLast))
+    return next(callback for callback in trainer.callbacks if isinstance(callback, LastCheckpoint))
 
 
 def saved_step(trainer: Trainer) -> int:
     """The step that last.ckpt is of; 0: there is none yet."""
-    return keep_last(trainer).saved_step
+    return last_checkpoint(trainer).saved_step
 
 
-def tidy_checkpoints(directory: Path, resumed_from: Path | None, network: GPT, tokenizer: tiktoken.Encoding) -> None:
+def remove_stale_checkpoints(
+    directory: Path, resumed_from: Path | None, network: GPT, tokenizer: tiktoken.Encoding
+) -> None:
     """Takes away what a kill left half written, and checkpoints that the run does not go on from.
 
     Args:
@@ -170,10 +173,10 @@ def tidy_checkpoints(directory: Path, resumed_from: Path | None, network: GPT, t
         last.unlink(missing_ok=True)
     try:
         if best.exists():
-            refuse_other_weights(best, network, tokenizer)
+            check_same_weights(best, network, tokenizer)
     except UserError as error:
         aside = best.replace(best.with_suffix(".unusable"))
-        say(f"{error} It is {aside.name} now; the best from here on is kept.")
+        logger.info(f"{error} It is {aside.name} now; the best from here on is kept.")
 
 
 def best_or_last(directory: Path) -> Path:
@@ -184,7 +187,7 @@ def best_or_last(directory: Path) -> Path:
     return best
 
 
-class StopOnSignal(Callback):
+class GracefulStop(Callback):
     """Ctrl-C, SIGTERM or SIGHUP: the step, and a validation that is due, are finished; all is saved; training stops.
 
     A second signal, or one outside of training, stops at once. As a context manager it takes the signals over, but for
@@ -199,11 +202,11 @@ class StopOnSignal(Callback):
 
     def __init__(self):
         self.training = False  # a signal waits for the step's end
-        self._keep: KeepLast | None = None
+        self._keep: LastCheckpoint | None = None
         self._received = 0  # the signal's number
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> "StopOnSignal":
+    def __enter__(self) -> "GracefulStop":
         heard = [number for number in self.SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
         self._before = {number: signal.signal(number, self._handle) for number in heard}
         return self
@@ -222,7 +225,7 @@ class StopOnSignal(Callback):
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """From now on a signal waits for the step's end."""
-        self._keep = keep_last(trainer)
+        self._keep = last_checkpoint(trainer)
         self.training = True
         if trainer.world_size > 1:
             self._group = torch.distributed.new_group(backend="gloo")  # numbers in the CPU's memory

@@ -8,10 +8,10 @@ import torch
 from model.gpt import GPT
 from system.errors import UserError
 
-say = logging.getLogger(__name__).warning
+logger = logging.getLogger(__name__)
 
 
-def compile_if_wanted(network: GPT, choice: str, device: torch.device, precision: AbstractContextManager) -> None:
+def maybe_compile(network: GPT, choice: str, device: torch.device, precision: AbstractContextManager) -> None:
     """Compiles the network in place, keeping the names of its weights; falls back to eager with one warning.
 
     Args:
@@ -35,5 +35,5 @@ def compile_if_wanted(network: GPT, choice: str, device: torch.device, precision
         loss.backward()
     except Exception as error:  # noqa: BLE001 -- the backend may raise anything
         network._compiled_call_impl = None
-        say(f"warning: torch.compile does not work here ({type(error).__name__}); going on without it.")
+        logger.warning(f"warning: torch.compile does not work here ({type(error).__name__}); going on without it.")
     network.zero_grad()

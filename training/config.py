@@ -8,7 +8,7 @@ from typing import Any
 
 from data.config import DataConfig, TokenizerConfig
 from data.tokenizers import TOKENIZERS
-from model.config import GPTConfig
+from model.config import RENAMED_FIELDS, GPTConfig
 from system.checks import check_fields, short
 from system.errors import UserError
 from training.optim import OPTIMIZERS
@@ -34,9 +34,9 @@ class OptimizerConfig:
     """Share of AdamW's second moment kept each step."""
     weight_decay: float = 0.1
     """Share of a matrix forgotten per unit of learning rate; never applied to vectors and biases."""
-    warmup: float = 0.01
+    warmup_fraction: float = 0.01
     """Share of the run over which the learning rate grows from 0."""
-    cooldown: float = 0.5
+    cooldown_fraction: float = 0.5
     """Share of the run, at its end, over which the learning rate falls linearly to 0."""
 
     def __post_init__(self):
@@ -53,10 +53,14 @@ class OptimizerConfig:
                 raise UserError(f"optimizer.{field} is {getattr(self, field)}, but must be at least 0 and below 1.")
         if not 0 <= self.weight_decay < float("inf"):
             raise UserError(f"optimizer.weight_decay is {self.weight_decay}, but must be at least 0.")
-        if not (self.warmup >= 0 and self.cooldown >= 0 and self.warmup + self.cooldown <= 1):
+        if not (
+            self.warmup_fraction >= 0
+            and self.cooldown_fraction >= 0
+            and self.warmup_fraction + self.cooldown_fraction <= 1
+        ):
             raise UserError(
-                f"optimizer.warmup {self.warmup} and optimizer.cooldown {self.cooldown} are shares of the run: "
-                "each at least 0, together at most 1."
+                f"optimizer.warmup_fraction {self.warmup_fraction} and optimizer.cooldown_fraction "
+                f"{self.cooldown_fraction} are shares of the run: each at least 0, together at most 1."
             )
 
 
@@ -92,9 +96,9 @@ class RunConfig:
     """Options of Lightning's Trainer, as plain values."""
     seed: int
     budget: Any
-    """A time such as "5m", or "auto"; `training.budget.time_allowed` reads it."""
+    """A time such as "5m", or "auto"; `training.budget.total_budget` reads it."""
     compile: str
-    validations: int
+    num_validations: int
     runs_dir: str
     resume: str | None
     init_from: str | None
@@ -102,12 +106,12 @@ class RunConfig:
     # What follows is no key.
     overrides: tuple[str, ...] = ()
     """The arguments of the command line as Hydra takes them; in a sweep those of this run too."""
-    given_keys: frozenset[str] = frozenset()
+    explicit_keys: frozenset[str] = frozenset()
     """Those that the command line gives, or a file that it chooses gives another value than the default."""
     sweep_job: SweepJob | None = None
     resumed: Resumed | None = None
 
-    NOT_KEYS = ("overrides", "given_keys", "sweep_job", "resumed")
+    NOT_KEYS = ("overrides", "explicit_keys", "sweep_job", "resumed")
 
     def __post_init__(self):
         """Refuses what cannot work. Raises UserError."""
@@ -152,6 +156,14 @@ class RunConfig:
             owner = getattr(self, group)
             changed[group] = owner | fields if isinstance(owner, dict) else dataclasses.replace(owner, **fields)
         return dataclasses.replace(self, **changed)
+
+
+RENAMED_KEYS = {f"model.{old}": f"model.{new}" for old, new in RENAMED_FIELDS.items()} | {
+    "validations": "num_validations",
+    "optimizer.warmup": "optimizer.warmup_fraction",
+    "optimizer.cooldown": "optimizer.cooldown_fraction",
+}
+"""Keys of earlier versions -> what they are called now."""
 
 
 def keys_of(overrides: Iterable[str]) -> frozenset[str]:

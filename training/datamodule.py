@@ -18,7 +18,7 @@ from data.tokens import load_tokens
 CACHE_DIR = Path(__file__).resolve().parents[1] / ".cache"
 
 
-class TextData(lightning.LightningDataModule):
+class TextDataModule(lightning.LightningDataModule):
     """The corpus ready to train on. Constructing checks what costs nothing; `prepare` does the work.
 
     After `prepare`: tokenizer, vocab_size, train_tokens (N,), val_tokens (M,) and the bytes_per_token of the latter.
@@ -92,7 +92,7 @@ class TextData(lightning.LightningDataModule):
         if repeated:
             batches = "batch" if repeated == 1 else f"{repeated} batches"
             lines += f"\neach epoch trains on the same {batches} (trainer.overfit_batches)"
-        seen, of_split = self.val_dataloader().num_predicted, self.whole_validation().num_predicted
+        seen, of_split = self.val_dataloader().num_predicted, self.full_val_dataloader().num_predicted
         if seen < of_split:
             by_tokens = self._val_batches(self.config.val_tokens, NO_LIMITS).num_predicted
             key = "data.val_tokens" if seen == by_tokens else "trainer.limit_val_batches"
@@ -115,7 +115,7 @@ class TextData(lightning.LightningDataModule):
         """What validations during training see of the split: `val_tokens`, or less by `limit_val_batches`."""
         return self._val_batches(self.config.val_tokens, self.limits)
 
-    def whole_validation(self) -> ValBatches:
+    def full_val_dataloader(self) -> ValBatches:
         """The whole validation split, each token once."""
         return self._val_batches(None, NO_LIMITS)
 

@@ -16,7 +16,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
-def writing_explained(run_dir: Path, how_to_go_on: str, kept: Callable[[], Any]) -> Iterator[None]:
+def explain_write_errors(run_dir: Path, how_to_go_on: str, kept: Callable[[], Any]) -> Iterator[None]:
     """Raises UserError where the run's files cannot be written.
 
     Args:
@@ -36,7 +36,7 @@ def writing_explained(run_dir: Path, how_to_go_on: str, kept: Callable[[], Any])
 
 
 @contextmanager
-def memory_explained(config: RunConfig) -> Iterator[None]:
+def explain_out_of_memory(config: RunConfig) -> Iterator[None]:
     """Raises UserError where the memory is used up."""
     try:
         yield

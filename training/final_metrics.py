@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # names are needed without torch
     from checkpoint.checkpoint import Checkpoint
-    from training.callbacks import Metrics
+    from training.callbacks import MetricsLogger
 
 
 class FinalMetric(NamedTuple):
     """How a metric is computed, and its column in the table of a sweep."""
 
-    compute: Callable[[Checkpoint, Metrics], float]
+    compute: Callable[[Checkpoint, MetricsLogger], float]
     """From the best checkpoint and from what was counted during training."""
     heading: str = ""
     """Of its column. Empty: it has none."""
@@ -35,6 +35,6 @@ FINAL_METRICS = {
 }
 
 
-def compute_final_metrics(best: Checkpoint, training: Metrics) -> dict[str, float]:
+def compute_final_metrics(best: Checkpoint, training: MetricsLogger) -> dict[str, float]:
     """All of FINAL_METRICS, of a run whose best checkpoint this is."""
     return {name: metric.compute(best, training) for name, metric in FINAL_METRICS.items()}

@@ -8,29 +8,30 @@ import tiktoken
 from lightning.pytorch import Trainer
 
 from checkpoint.checkpoint import (
+    FORMAT,
     NOT_IN_WEIGHTS,
     check_entry,
+    check_format,
+    check_same_network,
     find_checkpoint,
     load_weights,
     network_weights,
-    refuse_other_format,
-    refuse_other_network,
 )
 from checkpoint.io import read_checkpoint
 from model.config import GPTConfig
 from model.gpt import GPT
 from system.checks import short
 from system.errors import UserError
-from system.text import counted
+from system.text import pluralize
 from training.config import RunConfig
-from training.datamodule import TextData
-from training.progress import shares_over
-from training.resume import refuse_other_settings
+from training.datamodule import TextDataModule
+from training.progress import fractions_done
+from training.resume import check_same_settings
 from training.run_state import check_run_state
 
 
 @dataclass(frozen=True)
-class OldWeights:
+class InitialState:
     """A checkpoint's content, and what of it the run needs before there is a Trainer."""
 
     path: Path
@@ -38,47 +39,47 @@ class OldWeights:
     network: GPTConfig
     """The network that it has the weights of."""
     saved_tokenizer: tiktoken.Encoding
-    goes_on: bool
+    is_resume: bool
     """Whether the run goes on from here, with all of its state, or starts anew from these weights."""
 
     @property
     def run(self) -> dict[str, Any]:
-        """KeepLast's entry: seconds used, of the command and of training; the time both were given; the text."""
-        return self.content["run"] if self.goes_on else {}
+        """LastCheckpoint's entry: seconds used, of the command and of training; the time both were given; the text."""
+        return self.content["run"] if self.is_resume else {}
 
     @property
     def step(self) -> int:
         """Optimiser steps that the run has done."""
-        return self.content["global_step"] if self.goes_on else 0
+        return self.content["global_step"] if self.is_resume else 0
 
     def tokenizer(self, config: RunConfig) -> tiktoken.Encoding | None:
         """Its tokenizer; None where the command line gives one, which then has to be the same."""
         given = any(key.split(".")[0] == "tokenizer" for key in config.overridden_keys)
         return None if given else self.saved_tokenizer
 
-    def refuse_other(self, network: GPTConfig, data: TextData) -> None:
+    def check_matches(self, network: GPTConfig, data: TextDataModule) -> None:
         """Raises UserError where network, tokens or, if the run goes on, text are not those of the checkpoint."""
-        refuse_other_network(self.content["gpt"], self.network, network, data.tokenizer, self.path)
-        if self.goes_on and self.run["text"] != data.text_sha256:
+        check_same_network(self.content["gpt"], self.network, network, data.tokenizer, self.path)
+        if self.is_resume and self.run["text"] != data.text_sha256:
             raise UserError(
                 f"data.corpus is not the text the run was trained on: its SHA-256 is {data.text_sha256[:12]}…, was "
                 f"{self.run['text'][:12]}…. Give that text, or start anew with it: init_from={self.path}"
             )
 
-    def fit_into(self, network: GPT) -> None:
+    def load_into(self, network: GPT) -> None:
         """Puts the weights into the network. Raises UserError where they are not all of it, or more."""
         load_weights(network, network_weights(self.content), self.path)
 
-    def refuse_reached(self, trainer: Trainer, config: RunConfig, batches_per_epoch: int, finished: bool) -> None:
+    def check_bounds(self, trainer: Trainer, config: RunConfig, batches_per_epoch: int, finished: bool) -> None:
         """Raises UserError where a bound ends the run before there is anything left to train.
 
         A run that was stopped just at its end, and is not finished, has its last validation left to do.
         """
-        if not self.goes_on:
+        if not self.is_resume:
             return
         batches = self.content["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["processed"]
         epochs, seconds = batches / batches_per_epoch, self.run["train_seconds"]
-        shares = shares_over(trainer, self.step, epochs, seconds)
+        shares = fractions_done(trainer, self.step, epochs, seconds)
         passed = [name for name, share in shares.items() if share > 1 and name != "max_time"]
         reached = [name for name, share in shares.items() if share >= 1] if finished else passed
         if not reached:
@@ -86,7 +87,7 @@ class OldWeights:
         by_budget = config.trainer.get("max_time") in (None, "auto")
         key = {name: "budget" if name == "max_time" and by_budget else f"trainer.{name}" for name in shares}
         done = {
-            "max_steps": counted(self.step, "step"),
+            "max_steps": pluralize(self.step, "step"),
             "max_epochs": f"{epochs:.4g} epoch{'' if epochs == 1 else 's'}",
             "max_time": f"{seconds:.2f} s of training",
         }
@@ -101,7 +102,7 @@ class OldWeights:
         )
 
 
-def old_weights(config: RunConfig) -> OldWeights | None:
+def load_initial_state(config: RunConfig) -> InitialState | None:
     """What the run begins with; None: new weights. Raises UserError for a checkpoint it cannot begin with."""
     resumed = config.resumed
     if resumed and resumed.checkpoint:
@@ -112,16 +113,16 @@ def old_weights(config: RunConfig) -> OldWeights | None:
     else:
         return None
     network, tokenizer = check_entry(content["gpt"], network_weights(content), path)
-    old = OldWeights(path, content, network, tokenizer, goes_on=resumed is not None)
+    initial_state = InitialState(path, content, network, tokenizer, is_resume=resumed is not None)
     if resumed:
-        refuse_other_settings(old.run.get("settings", {}), config)
-    return old
+        check_same_settings(initial_state.run.get("settings", {}), config)
+    return initial_state
 
 
-def with_network_of(old: OldWeights, config: RunConfig) -> RunConfig:
+def use_network_of(initial_state: InitialState, config: RunConfig) -> RunConfig:
     """The config with the network of the old weights. Raises UserError where the command line gives another."""
     differ, network = [], {}
-    for name, value in asdict(old.network).items():
+    for name, value in asdict(initial_state.network).items():
         if name == "vocab_size" or name in NOT_IN_WEIGHTS:
             continue
         ours = getattr(config.model, name)
@@ -129,7 +130,9 @@ def with_network_of(old: OldWeights, config: RunConfig) -> RunConfig:
             differ.append(f"model.{name} is {short(ours)}, in the checkpoint {short(value)}")
         network[f"model.{name}"] = value
     if differ:
-        raise UserError(f"{old.path} is of another network: {'; '.join(differ)}. Leave it out, or start without.")
+        raise UserError(
+            f"{initial_state.path} is of another network: {'; '.join(differ)}. Leave it out, or start without."
+        )
     return config.replace_values(network)
 
 
@@ -138,15 +141,20 @@ def _read_state(path: Path) -> dict[str, Any]:
     try:
         content = read_checkpoint(path)
     except UserError as error:
-        raise UserError(f"{error} {_offer(path)}") from error
-    refuse_other_format(content["gpt"], path)
+        raise UserError(f"{error} {_suggest_fallback(path)}") from error
+    check_format(content["gpt"], path)
+    if (written := content["gpt"].get("format", 1)) != FORMAT:
+        raise UserError(
+            f"{path} has format {written}: an earlier version of the project wrote it, and this one resumes runs of "
+            f"format {FORMAT}. Resume it with that version, or start a new run from its weights: init_from={path}"
+        )
     if "run" not in content:
         raise UserError(f"{path} has weights alone, nothing to go on from. A new run with them: init_from={path}")
     check_run_state(content, path)
     return content
 
 
-def _offer(damaged: Path) -> str:
+def _suggest_fallback(damaged: Path) -> str:
     """The newest other checkpoint of the run that is whole."""
     for name, setting in (("last.ckpt", "resume"), ("previous.ckpt", "resume"), ("best.ckpt", "init_from")):
         other = damaged.with_name(name)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from checkpoint.checkpoint import gpt_entry
+from checkpoint.checkpoint import checkpoint_metadata
 from data.batches import IGNORE
 from data.tokenizer import token_bytes
 from model.gpt import GPT
@@ -69,7 +69,7 @@ class GPTLightning(pl.LightningModule):
         inputs, targets = batch[:, :-1], batch[:, 1:]  # (B, T) each: every token predicts the next one
         loss = self.network.loss(inputs, targets)
         self.last_loss = loss.detach()
-        self.refuse_non_finite(self.last_loss)
+        self.check_finite_loss(self.last_loss)
         return loss
 
     def seed_device(self, seed: int) -> None:
@@ -82,7 +82,7 @@ class GPTLightning(pl.LightningModule):
         if self.device.type in ("cuda", "mps"):
             getattr(torch, self.device.type).manual_seed(seed)
 
-    def refuse_non_finite(self, loss: Tensor) -> None:
+    def check_finite_loss(self, loss: Tensor) -> None:
         """Stops the run at a loss that is no number. Raises UserError.
 
         On a CPU before the step is taken; elsewhere one step late, so that the device has work while we look.
@@ -92,8 +92,8 @@ class GPTLightning(pl.LightningModule):
             (step, loss), self._unchecked = self._unchecked or (step, torch.zeros(())), (step, loss)
         if not math.isfinite(loss):
             if loss.device.type == "cpu":  # elsewhere the step with this loss has spoilt the weights meanwhile
-                refuse_non_finite_weights(self)
-            raise diverged("loss", loss.item(), step, self.optimizer_config)
+                check_finite_weights(self)
+            raise divergence_error("loss", loss.item(), step, self.optimizer_config)
 
     def on_train_batch_end(self, *args) -> None:
         """Sees how far the run is, for the next batch's learning rates, and whether it is over."""
@@ -133,8 +133,8 @@ class GPTLightning(pl.LightningModule):
         self.validation = {"nats_per_token": nats / tokens, "bits_per_byte": bits_per_byte, "tokens": int(tokens)}
         if self.trainer.state.fn == "fit":
             if not math.isfinite(nats):
-                refuse_non_finite_weights(self)  # the last step spoilt them: before they go into a checkpoint
-                raise diverged("validation loss", nats / tokens, self.global_step, self.optimizer_config)
+                check_finite_weights(self)  # the last step spoilt them: before they go into a checkpoint
+                raise divergence_error("validation loss", nats / tokens, self.global_step, self.optimizer_config)
             values = {
                 "val/loss": self.validation["nats_per_token"],
                 "val/bits_per_byte": self.validation["bits_per_byte"],
@@ -173,15 +173,15 @@ class GPTLightning(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         """Adds all it takes to sample. Raises UserError where the weights are no numbers."""
-        refuse_non_finite_weights(self)
-        checkpoint["gpt"] = gpt_entry(self.network.config, self.tokenizer, self.global_step, self.validation)
+        check_finite_weights(self)
+        checkpoint["gpt"] = checkpoint_metadata(self.network.config, self.tokenizer, self.global_step, self.validation)
 
 
 # In every step Lightning has Python inspect this method's parameters, which finds them here at once.
 GPTLightning.training_step.__signature__ = inspect.signature(GPTLightning.training_step)
 
 
-def diverged(what: str, value: float | str, step: int | str, config: OptimizerConfig) -> UserError:
+def divergence_error(what: str, value: float | str, step: int | str, config: OptimizerConfig) -> UserError:
     """The error that stops a run where something is no number."""
     rates = [f"optimizer.{key}" for key in OPTIMIZERS[config.name].learning_rates if getattr(config, key) is not None]
     return UserError(
@@ -191,7 +191,7 @@ def diverged(what: str, value: float | str, step: int | str, config: OptimizerCo
     )
 
 
-def refuse_non_finite_weights(module: GPTLightning) -> None:
+def check_finite_weights(module: GPTLightning) -> None:
     """Raises UserError for weights that are no numbers: a gradient was none.
 
     Looked for where it costs nothing a step: before weights are saved, and where a loss is no number. The loss shows
@@ -201,4 +201,4 @@ def refuse_non_finite_weights(module: GPTLightning) -> None:
     if spoilt:
         exact = [name for name in spoilt if not name.endswith("embedding.weight")]
         step = f"{module.global_step - 1}" + ("" if exact else " or before")
-        raise diverged(f"gradient of {(exact or spoilt)[0]}", "no finite number", step, module.optimizer_config)
+        raise divergence_error(f"gradient of {(exact or spoilt)[0]}", "no finite number", step, module.optimizer_config)

@@ -108,13 +108,17 @@ def param_groups(network: nn.Module, config: OptimizerConfig, name: str, without
 
 
 def warmup_stable_decay(progress: float, config: OptimizerConfig, progress_after: float | None = None) -> float:
-    """The learning rate as a share of its peak: up over `warmup`, level, down to 0 over `cooldown`.
+    """The learning rate as a share of its peak: up over `warmup_fraction`, level, down to 0 over `cooldown_fraction`.
 
     Args:
         progress: share of the run that is over before the step, 0 to 1.
         progress_after: that after the step. Warm-up counts the step that it is for: so the first one learns, as the
             last one does.
     """
-    up = (progress if progress_after is None else progress_after) / config.warmup if config.warmup else 1.0
-    down = (1 - progress) / config.cooldown if config.cooldown else 1.0
+    up = (
+        (progress if progress_after is None else progress_after) / config.warmup_fraction
+        if config.warmup_fraction
+        else 1.0
+    )
+    down = (1 - progress) / config.cooldown_fraction if config.cooldown_fraction else 1.0
     return max(0.0, min(1.0, up, down))

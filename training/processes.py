@@ -32,7 +32,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from system.errors import UserError
 from system.streams import print_error, print_note
 from training import ranks
-from training.checkpointing import StopOnSignal, StoppedBySignal
+from training.checkpointing import GracefulStop, StoppedBySignal
 
 _LOST = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe|store->get|TCPStore", re.I)
 _SECONDS_TO_END = 30.0  # that the others get after the first one is done
@@ -132,7 +132,7 @@ class Processes(_SubprocessScriptLauncher):
     def why(self, resume_command: str) -> BaseException:
         """What the end of another process means for this one: the signal it got, its error, or one line about it."""
         rank, code = self.failed()
-        if (number := -code if code < 0 else code - 128) in StopOnSignal.SIGNALS:
+        if (number := -code if code < 0 else code - 128) in GracefulStop.SIGNALS:
             return StoppedBySignal(number)
         self._errors[rank - 1].seek(0)
         printed = self._errors[rank - 1].read().decode(errors="replace")
@@ -169,7 +169,7 @@ class Watch(threading.Thread):
 
     Args:
         others: the processes that this one starts.
-        stop_on_signal: knows whether a signal waits for the step's end.
+        graceful_stop: knows whether a signal waits for the step's end.
         resume_command: for the line about a process that failed.
         stopped: says what is saved, where it was a signal.
     """
@@ -177,9 +177,9 @@ class Watch(threading.Thread):
     SECONDS_BETWEEN_LOOKS = 0.5
     SECONDS_TO_ANSWER = 5.0  # that the main thread has
 
-    def __init__(self, others: Processes, stop_on_signal: StopOnSignal, resume_command: str, stopped: Callable):
+    def __init__(self, others: Processes, graceful_stop: GracefulStop, resume_command: str, stopped: Callable):
         super().__init__(daemon=True)
-        self._others, self._stop_on_signal = others, stop_on_signal
+        self._others, self._graceful_stop = others, graceful_stop
         self._resume_command, self._stopped = resume_command, stopped
         self._over = threading.Event()
         self._signals = b""
@@ -205,8 +205,8 @@ class Watch(threading.Thread):
         while not self._over.wait(self.SECONDS_BETWEEN_LOOKS):
             with suppress(BlockingIOError):
                 received = self._told.recv(100)  # also of others that have a handler, such as SIGCONT
-                self._signals += bytes(number for number in received if number in StopOnSignal.SIGNALS)
-            at_once = len(self._signals) > (1 if self._stop_on_signal.training else 0)
+                self._signals += bytes(number for number in received if number in GracefulStop.SIGNALS)
+            at_once = len(self._signals) > (1 if self._graceful_stop.training else 0)
             if not at_once and not self._others.failed():
                 continue
             since = since or time.monotonic()
@@ -223,8 +223,8 @@ class Watch(threading.Thread):
 
 
 @contextmanager
-def together(
-    trainer: Trainer, stop_on_signal: StopOnSignal, resume_command: str, stopped: Callable[[], None]
+def supervise(
+    trainer: Trainer, graceful_stop: GracefulStop, resume_command: str, stopped: Callable[[], None]
 ) -> Iterator[None]:
     """Around training: all processes of the run end where one does, and one of them says why.
 
@@ -241,7 +241,7 @@ def together(
         return
     seconds = 0.0
     try:
-        with Watch(others, stop_on_signal, resume_command, stopped), _end_explained(others, resume_command):
+        with Watch(others, graceful_stop, resume_command, stopped), _end_explained(others, resume_command):
             yield
         seconds = _SECONDS_TO_END
     finally:

@@ -51,9 +51,9 @@ class RunTimer(Timer):
             return super().time_elapsed(stage)
         return running_seconds() - self.start_time() + self._offset
 
-    def share_over(self, steps: int, epochs: float, seconds: float) -> float | None:
+    def fraction_done(self, steps: int, epochs: float, seconds: float) -> float | None:
         """Of the time, as far as the minimums let it count. None: time is no bound."""
-        share = self._share_of_time(seconds)
+        share = self._time_fraction(seconds)
         if share is None:
             return None
         shares = [share]
@@ -63,7 +63,7 @@ class RunTimer(Timer):
             shares.append(epochs / self.min_epochs)
         return min(shares)
 
-    def _share_of_time(self, seconds: float) -> float | None:
+    def _time_fraction(self, seconds: float) -> float | None:
         return None if self._duration is None else seconds / self._duration
 
     def can_validate(self) -> bool:
@@ -76,14 +76,14 @@ def run_timer(trainer: Trainer) -> RunTimer:
     return next(callback for callback in trainer.callbacks if isinstance(callback, RunTimer))
 
 
-def shares_over(trainer: Trainer, steps: int, epochs: float, seconds: float) -> dict[str, float]:
+def fractions_done(trainer: Trainer, steps: int, epochs: float, seconds: float) -> dict[str, float]:
     """By each of its bounds, the share of the run that is over after so much; above 1 if the bound was passed."""
     shares = {}
     if trainer.max_steps > 0:
         shares["max_steps"] = steps / trainer.max_steps
     if trainer.max_epochs and trainer.max_epochs > 0:
         shares["max_epochs"] = epochs / trainer.max_epochs
-    if (share := run_timer(trainer).share_over(steps, epochs, seconds)) is not None:
+    if (share := run_timer(trainer).fraction_done(steps, epochs, seconds)) is not None:
         shares["max_time"] = share
     return shares
 
@@ -99,7 +99,7 @@ def run_progress(trainer: Trainer, steps_ahead: int = 0) -> float:
     if steps_ahead:
         seconds *= 1 + steps_ahead / max(1, steps)
         steps, batches = steps + steps_ahead, batches + steps_ahead * trainer.accumulate_grad_batches
-    shares = shares_over(trainer, steps, batches / trainer.num_training_batches, seconds)
+    shares = fractions_done(trainer, steps, batches / trainer.num_training_batches, seconds)
     return min(1.0, max(shares.values(), default=0.0))
 
 
@@ -107,12 +107,12 @@ class ValidationSchedule(Callback):
     """Tells Lightning after which batches to validate; the last time is at the end of the run, always.
 
     Args:
-        validations: how many, evenly spread over the run, where there is no interval.
+        num_validations: how many, evenly spread over the run, where there is no interval.
         interval: in its place, a number of batches (int), a share of an epoch (float), or a time since the last one.
     """
 
-    def __init__(self, validations: int, interval: int | float | timedelta | None):
-        self._validations = validations
+    def __init__(self, num_validations: int, interval: int | float | timedelta | None):
+        self._num_validations = num_validations
         self._interval = interval
         self._done = 0
         self._last_at = 0.0  # running_seconds() at the end of the last validation
@@ -134,7 +134,7 @@ class ValidationSchedule(Callback):
     def _due(self, trainer: Trainer, progress: float) -> int:
         """How many validations are due by now."""
         if self._interval is None:
-            return int(self._validations * progress + 1e-9)  # 49 x (1 / 49) is a little less than 1
+            return int(self._num_validations * progress + 1e-9)  # 49 x (1 / 49) is a little less than 1
         batches = trainer.fit_loop.total_batch_idx + 1
         if isinstance(self._interval, timedelta):
             return self._done + (running_seconds() - self._last_at >= self._interval.total_seconds())

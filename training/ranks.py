@@ -33,7 +33,7 @@ READ_BY_LIBRARIES += (
 _kept: list[Any] = []  # the store lives as long as the process
 
 
-def started_by_us() -> bool:
+def is_child_process() -> bool:
     """Whether the first process of the run started this one. Raises UserError where that process is gone."""
     if PARENT not in os.environ:
         return False
@@ -50,9 +50,9 @@ def parent_is_gone() -> bool:
     return not (given.isdigit() and psutil.pid_exists(int(given)))  # a virtual environment has one in between
 
 
-def end_with_parent() -> None:
+def exit_with_parent() -> None:
     """Ends this process, silently, within a second of the one that started it: nobody waits for its result."""
-    if started_by_us():
+    if is_child_process():
         threading.Thread(target=_wait_for_its_end, daemon=True).start()
 
 
@@ -72,7 +72,7 @@ def launcher() -> str | None:
 
 def rank() -> int:
     """The number of this process among those of its run, from 0."""
-    if started_by_us():
+    if is_child_process():
         return int(os.environ["LOCAL_RANK"])
     return _number(0) if launcher() else 0
 
@@ -82,7 +82,7 @@ def is_first() -> bool:
     return rank() == 0
 
 
-def repeats_first() -> bool:
+def is_repeated_error() -> bool:
     """Whether an error of this process is that of the first one, which says it: a launcher started both, and what they
     did before training is the same."""
     torch = sys.modules.get("torch")
@@ -105,22 +105,22 @@ def _number(place: int) -> int:
 
 def ignore_stray_variables() -> None:
     """Takes variables away that would make Lightning wait for processes that nobody has started."""
-    if not (launcher() or started_by_us()):
+    if not (launcher() or is_child_process()):
         for name in READ_BY_LIBRARIES:
             os.environ.pop(name, None)
 
 
-def tell_run_dir(run_dir: Path) -> None:
-    """Tells the processes that a launcher started where the run is. They wait for it in `told_run_dir`."""
+def publish_run_dir(run_dir: Path) -> None:
+    """Tells the processes that a launcher started where the run is. They wait for it in `published_run_dir`."""
     if launcher():
         _store().set(RUN_DIR, str(run_dir))
 
 
-def told_run_dir() -> Path | None:
+def published_run_dir() -> Path | None:
     """The directory that the first process chose; None in the first process."""
     if is_first():
         return None
-    if started_by_us():
+    if is_child_process():
         return Path(os.environ[RUN_DIR])
     while not _store().check([RUN_DIR]):  # not its wait(), in which no signal would be answered
         time.sleep(0.1)

@@ -7,8 +7,8 @@ from typing import Any
 from system.checks import short
 from system.errors import UserError
 from training.config import RunConfig
-from training.ranks import told_run_dir
-from training.run_dir import in_use
+from training.ranks import published_run_dir
+from training.run_dir import is_locked
 
 # What weights, optimiser state and the order of batches were made with. The text may lie elsewhere: what it says is
 # compared (training/initial_state.py).
@@ -26,7 +26,7 @@ def find_run(choice: str, runs_dir: Path) -> tuple[Path, Path | None]:
     Raises:
         UserError: there is none.
     """
-    path = told_run_dir() or (_newest_unfinished(runs_dir) if choice == "true" else Path(choice).absolute())
+    path = published_run_dir() or (_newest_unfinished(runs_dir) if choice == "true" else Path(choice).absolute())
     if path.suffix == ".ckpt" and path.is_file():
         return path.parents[1], path
     if not (path / "config.yaml").is_file():
@@ -44,7 +44,7 @@ def _newest_unfinished(runs_dir: Path) -> Path:
     found = [
         path.parent.absolute()
         for path in runs_dir.glob("**/config.yaml")
-        if not (path.parent / "summary.json").exists() and not in_use(path.parent)
+        if not (path.parent / "summary.json").exists() and not is_locked(path.parent)
     ]
     if not found:
         raise UserError(
@@ -55,7 +55,7 @@ def _newest_unfinished(runs_dir: Path) -> Path:
     return max(found, key=lambda path: (bool(_checkpoint_in(path)), (path / "config.yaml").stat().st_mtime_ns))
 
 
-def refuse_finished(run_dir: Path, get: Callable[[str], Any], changes: list[str]) -> None:
+def check_unfinished(run_dir: Path, get: Callable[[str], Any], changes: list[str]) -> None:
     """Raises UserError for a run that is finished, unless one of the changes makes it longer.
 
     Args:
@@ -80,7 +80,7 @@ def is_fixed(key: str) -> bool:
     return key.startswith(_FIXED) and key not in _FREE
 
 
-def refuse_other_settings(saved: dict[str, Any], config: RunConfig) -> None:
+def check_same_settings(saved: dict[str, Any], config: RunConfig) -> None:
     """Raises UserError where config.yaml has other fixed values than the run was made with.
 
     Args:

@@ -17,11 +17,11 @@ except ImportError:  # Windows has no locks on directories
     fcntl = None
 
 from system.errors import UserError
-from system.files import expand_user, shown
-from system.log import log_to
+from system.files import expand_user, relative
+from system.log import setup_logging
 from system.process import this_python
 from training.config import RunConfig
-from training.ranks import is_first, tell_run_dir, told_run_dir
+from training.ranks import is_first, publish_run_dir, published_run_dir
 
 
 def new_run_dir(config: RunConfig) -> Path:
@@ -29,16 +29,16 @@ def new_run_dir(config: RunConfig) -> Path:
 
     Raises UserError where it cannot be made.
     """
-    if told := told_run_dir():
+    if told := published_run_dir():
         return told
     if job := config.sweep_job:
         settings = re.sub(r"[^\w.,-]+", "_", job.settings)[:80]
         return make_new_dir(job.sweep_dir, f"{job.number:02d}_{settings}")
-    return make_new_dir(Path(config.runs_dir).absolute(), time_stamp())
+    return make_new_dir(Path(config.runs_dir).absolute(), timestamp())
 
 
 @contextmanager
-def claimed(run_dir: Path) -> Iterator[None]:
+def lock_run_dir(run_dir: Path) -> Iterator[None]:
     """Makes the directory this process's own, and that of the others of its run, until it ends, however it ends.
 
     Raises UserError where another process trains in it.
@@ -50,14 +50,14 @@ def claimed(run_dir: Path) -> Iterator[None]:
     try:
         if not _lock(descriptor):
             raise UserError(f"another process is training in {run_dir}. Wait for it, or stop it.")
-        tell_run_dir(run_dir)
+        publish_run_dir(run_dir)
         yield
     finally:
         if descriptor is not None:
             os.close(descriptor)
 
 
-def in_use(run_dir: Path) -> bool:
+def is_locked(run_dir: Path) -> bool:
     """Whether another process trains in it."""
     if fcntl is None:
         return False
@@ -81,7 +81,7 @@ def _lock(descriptor: int | None) -> bool:
 
 
 @contextmanager
-def removed_if_refused(run_dir: Path, unless: Callable[[], Any]) -> Iterator[None]:
+def cleanup_on_error(run_dir: Path, unless: Callable[[], Any]) -> Iterator[None]:
     """Takes the directory away again where the run failed before it began: nothing half-made stays to be resumed.
 
     Args:
@@ -92,7 +92,7 @@ def removed_if_refused(run_dir: Path, unless: Callable[[], Any]) -> Iterator[Non
     except Exception:
         if unless() or not is_first():
             raise
-        log_to(None)
+        setup_logging(None)
         remove(run_dir)
         raise
 
@@ -107,10 +107,10 @@ def remove(run_dir: Path) -> None:
 @cache  # Hydra asks more than once in a sweep, and means the same directory
 def new_sweep_dir(runs_dir: str) -> str:
     """Makes the directory that holds the runs of one sweep."""
-    return str(make_new_dir(Path(expand_user(runs_dir)).absolute(), f"{time_stamp()}_sweep"))
+    return str(make_new_dir(Path(expand_user(runs_dir)).absolute(), f"{timestamp()}_sweep"))
 
 
-def time_stamp() -> str:
+def timestamp() -> str:
     """The time now, in an order that sorts."""
     return datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
 
@@ -137,10 +137,10 @@ def make_new_dir(parent: Path, name: str) -> Path:
 
 def tensorboard_command(logdir: Path) -> str:
     """What shows all runs below a directory."""
-    where = shlex.quote(str(shown(logdir)))
+    where = shlex.quote(str(relative(logdir)))
     return f"{this_python()} -m tensorboard.main --logdir {where} --samples_per_plugin images=100"
 
 
 def resume_command(run_dir: Path) -> str:
     """What resumes the run."""
-    return f"{this_python()} train.py resume={shlex.quote(str(shown(run_dir)))}"
+    return f"{this_python()} train.py resume={shlex.quote(str(relative(run_dir)))}"

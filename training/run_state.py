@@ -16,8 +16,8 @@ from lightning.pytorch import Trainer
 from checkpoint.checkpoint import NETWORK_PREFIX, network_weights
 from system.checks import COUNT, SECONDS, Is, Number, check
 from system.errors import UserError
-from training.callbacks import Metrics
-from training.checkpointing import KeepBest
+from training.callbacks import MetricsLogger
+from training.checkpointing import BestCheckpoint
 
 _VERSION = re.compile(r"[2-9]\d{0,3}(\.\d{1,4}){1,2}([.+]?[a-z]\w{0,30})?", re.ASCII)
 _FACTOR = Number(float, 0, 1e38)
@@ -28,8 +28,8 @@ RUN_STATE = {
     "pytorch-lightning_version": Is("the version of Lightning", lambda v: type(v) is str and _VERSION.fullmatch(v)),
     "loops": {"fit_loop": {"epoch_loop.batch_progress": {"total": {"processed": COUNT}}}},
     "callbacks": {
-        Metrics.__qualname__: Metrics.STATE,
-        KeepBest.__qualname__: KeepBest.STATE,
+        MetricsLogger.__qualname__: MetricsLogger.STATE,
+        BestCheckpoint.__qualname__: BestCheckpoint.STATE,
         "Timer": {"time_elapsed": {"train": SECONDS}},
     },
     "optimizer_states": [{"state": {int: {str: object}}, "param_groups": [{"params": [COUNT]}]}],

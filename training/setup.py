@@ -16,14 +16,14 @@ from model.gpt import GPT
 from model.kernels.bfloat16 import BF16_MATMUL
 from system.errors import UserError
 from system.running_clock import running_seconds
-from training.budget import measured_speed, time_allowed, time_to_train, whole_validation_seconds, with_recipe
+from training.budget import apply_recipe, full_validation_seconds, measured_speed, total_budget, training_time
 from training.budget_timer import BudgetTimer
-from training.callbacks import Metrics, ProfilerReport, Progress, RunLogger, Snapshots
-from training.checkpointing import CheckpointFiles, KeepBest, KeepLast, StopOnSignal
-from training.compile import compile_if_wanted
+from training.callbacks import MetricsLogger, ProfilerReport, Progress, RunLogger, ValidationImages
+from training.checkpointing import AtomicCheckpointIO, BestCheckpoint, GracefulStop, LastCheckpoint
+from training.compile import maybe_compile
 from training.config import OptimizerConfig, RunConfig
-from training.datamodule import TextData
-from training.initial_state import OldWeights, with_network_of
+from training.datamodule import TextDataModule
+from training.initial_state import InitialState, use_network_of
 from training.lightning_module import GPTLightning
 from training.optim import build_optimizer
 from training.processes import Processes
@@ -31,7 +31,7 @@ from training.progress import RunTimer
 from training.ranks import launcher
 from training.resume import fixed_settings
 from training.run_state import restorable_state
-from training.trainer import batch_limits, build_trainer, expected_device, refuse_time_on_several_devices, resolve
+from training.trainer import batch_limits, build_trainer, check_time_bounds, expected_device, resolve_trainer_options
 
 
 @dataclass(frozen=True)
@@ -40,31 +40,31 @@ class Run:
 
     config: RunConfig
     options: dict[str, Any]  # the Trainer's
-    data: TextData
+    data: TextDataModule
     module: GPTLightning
-    metrics: Metrics
+    metrics: MetricsLogger
     timer: BudgetTimer | None  # None: something else than a budget ends it
-    old: OldWeights | None
-    began: float  # a reading of running_seconds(), earlier by what a resumed run has used before
-    facts: dict[str, Any]  # what its checkpoints say of it
-    picked: str  # what the budget picked
+    initial_state: InitialState | None
+    started_at: float  # a reading of running_seconds(), earlier by what a resumed run has used before
+    metadata: dict[str, Any]  # what its checkpoints say of it
+    budget_summary: str  # what the budget budget_summary
 
     @property
     def network(self) -> GPT:
         return self.module.network
 
 
-def prepare(config: RunConfig, old: OldWeights | None, began: float) -> Run:
+def prepare_run(config: RunConfig, initial_state: InitialState | None, started_at: float) -> Run:
     """Decides size and time, reads the text, makes the network.
 
     Args:
-        old: the weights it begins with; None: new ones.
-        began: when the command did, a reading of running_seconds().
+        initial_state: the weights it begins with; None: new ones.
+        started_at: when the command did, a reading of running_seconds().
 
     Raises:
-        UserError: settings that cannot work, alone, together, or with the old weights.
+        UserError: settings that cannot work, alone, together, or with the initial_state weights.
     """
-    options = resolve(config.trainer)
+    options = resolve_trainer_options(config.trainer)
     if str(config.compile).lower() == "true" and options["precision"] == BF16_MATMUL:
         if config.trainer["precision"] != "auto":
             raise UserError(
@@ -72,27 +72,27 @@ def prepare(config: RunConfig, old: OldWeights | None, began: float) -> Run:
                 "trainer.precision=auto: 32-true if compiled."
             )
         options["precision"] = "32-true"
-    budget, speed, picked = time_allowed(config), math.nan, ""
-    before = old.run if old else {}
-    began -= before.get("seconds", 0.0)
+    budget, speed, budget_summary = total_budget(config), math.nan, ""
+    before = initial_state.run if initial_state else {}
+    started_at -= before.get("seconds", 0.0)
     if budget and not before.get("budget"):
         speed = measured_speed(expected_device(options), options["precision"])
-    if old:
-        config = config if old.goes_on else with_network_of(old, config)
+    if initial_state:
+        config = config if initial_state.is_resume else use_network_of(initial_state, config)
     elif budget:
-        config, picked = with_recipe(config, budget, running_seconds() - began, speed)
+        config, budget_summary = apply_recipe(config, budget, running_seconds() - started_at, speed)
     seed_everything(config.seed, verbose=False)
 
-    tokenizer = old.tokenizer(config) if old else None
+    tokenizer = initial_state.tokenizer(config) if initial_state else None
     limits = batch_limits(options)
-    data = TextData(config.data, config.tokenizer, config.model.context_length, config.seed, tokenizer, limits)
+    data = TextDataModule(config.data, config.tokenizer, config.model.context_length, config.seed, tokenizer, limits)
     data.prepare()
     network_config = replace(config.model, vocab_size=data.vocab_size)
-    if old:
-        old.refuse_other(network_config, data)
+    if initial_state:
+        initial_state.check_matches(network_config, data)
     network = GPT(network_config)
-    if old:
-        old.fit_into(network)
+    if initial_state:
+        initial_state.load_into(network)
     timer = None
     if budget:
         about_timer = (
@@ -104,78 +104,78 @@ def prepare(config: RunConfig, old: OldWeights | None, began: float) -> Run:
         if before.get("budget"):
             timer = BudgetTimer(*about_timer, max_time=time_with_other_budget(before, budget))
         else:
-            spent, processor_s = running_seconds() - began, before.get("seconds", 0.0) + time.process_time()
-            whole_s = whole_validation_seconds(network, len(data.val_tokens), speed)
-            left = time_to_train(budget, spent, processor_s, whole_s).total_seconds()
+            spent, processor_s = running_seconds() - started_at, before.get("seconds", 0.0) + time.process_time()
+            whole_s = full_validation_seconds(network, len(data.val_tokens), speed)
+            left = training_time(budget, spent, processor_s, whole_s).total_seconds()
             if left < 1:
-                picked += (
+                budget_summary += (
                     f"\nstarting took {spent:.0f} s, in which this process had a processor for {processor_s:.0f} s: "
                     "the machine is busy, and the budget leaves time for a few steps"
                 )
             timer = BudgetTimer(
                 *about_timer,
                 max_time=before.get("train_seconds", 0.0) + left,
-                deadline=began + budget.total_seconds(),
+                deadline=started_at + budget.total_seconds(),
                 whole_seconds=whole_s,
                 load=max(1.0, spent / processor_s),
             )
         data.out_of_time = timer.out_of_time
-    facts = {
+    metadata = {
         "text": data.text_sha256,
         "budget": budget.total_seconds() if budget else None,
         "settings": fixed_settings(config),
     }
     module = GPTLightning(network, data.tokenizer, config.optimizer, config.seed)
-    metrics = Metrics(hyperparameters(config, network))
-    return Run(config, options, data, module, metrics, timer, old, began, facts, picked)
+    metrics = MetricsLogger(hyperparameters(config, network))
+    return Run(config, options, data, module, metrics, timer, initial_state, started_at, metadata, budget_summary)
 
 
-def build_parts(run: Run, run_dir: Path, stop_on_signal: StopOnSignal) -> Trainer:
+def build_run_trainer(run: Run, run_dir: Path, graceful_stop: GracefulStop) -> Trainer:
     """The Trainer with everything that goes on beside training; the network is compiled where that pays."""
     checkpoints = run_dir / "checkpoints"
     callbacks = [
         run.metrics,
         Progress(run.metrics, enabled=run.options.get("enable_progress_bar", True)),
         ProfilerReport(),
-        Snapshots(run.data.val_passage(Snapshots.PASSAGE_TOKENS).tolist()),
-        stop_on_signal,
-        KeepBest(checkpoints / "best.ckpt"),
-        KeepLast(checkpoints / "last.ckpt", run.metrics, run.facts, run.began),
+        ValidationImages(run.data.val_passage(ValidationImages.PASSAGE_TOKENS).tolist()),
+        graceful_stop,
+        BestCheckpoint(checkpoints / "best.ckpt"),
+        LastCheckpoint(checkpoints / "last.ckpt", run.metrics, run.metadata, run.started_at),
     ]
-    trainer = trainer_in(run_dir, run.options, run.config.validations, run.data, callbacks, run.timer)
-    refuse_time_on_several_devices(trainer, run.options)
-    if run.old and run.old.goes_on:
+    trainer = make_trainer(run_dir, run.options, run.config.num_validations, run.data, callbacks, run.timer)
+    check_time_bounds(trainer, run.options)
+    if run.initial_state and run.initial_state.is_resume:
         optimizer = build_optimizer(run.network, run.module.optimizer_config)
-        state = restorable_state(run.old.content, trainer, optimizer, run.old.path)
-        trainer.strategy.checkpoint_io.restorable = (run.old.path, state)
-    if run.old:
+        state = restorable_state(run.initial_state.content, trainer, optimizer, run.initial_state.path)
+        trainer.strategy.checkpoint_io.restorable = (run.initial_state.path, state)
+    if run.initial_state:
         finished = (run_dir / "summary.json").exists()
-        run.old.refuse_reached(trainer, run.config, len(run.data.train_dataloader()), finished)
+        run.initial_state.check_bounds(trainer, run.config, len(run.data.train_dataloader()), finished)
     if trainer.world_size > 1 and not launcher():
         environment = trainer.strategy.cluster_environment
         trainer.strategy._launcher = Processes(environment, trainer.world_size, run_dir, run.config.overrides)
     precision = trainer.precision_plugin.forward_context()
-    compile_if_wanted(run.network, run.config.compile, trainer.strategy.root_device, precision)
+    maybe_compile(run.network, run.config.compile, trainer.strategy.root_device, precision)
     return trainer
 
 
-def trainer_in(
+def make_trainer(
     run_dir: Path,
     options: dict[str, Any],
-    validations: int,
-    data: TextData,
+    num_validations: int,
+    data: TextDataModule,
     callbacks: list[Callback],
     timer: RunTimer | None = None,
 ) -> Trainer:
     """The Trainer of a run, or of a benchmark that looks at a part of one; its events go into `run_dir`."""
     data.trainer = build_trainer(
         options,
-        validations,
+        num_validations,
         callbacks,
         timer,
         default_root_dir=run_dir,
         logger=RunLogger(run_dir),
-        plugins=[CheckpointFiles()],
+        plugins=[AtomicCheckpointIO()],
         num_sanity_val_steps=0,
         enable_model_summary=False,
     )
@@ -213,7 +213,7 @@ def hyperparameters(config: RunConfig, network: GPT) -> dict[str, float | str | 
     groups["model"] = asdict(network.config)
     types = {group: get_type_hints(kind) for group, kind in _DATACLASSES.items()}
     types["trainer"] = {name: key.annotation for name, key in inspect.signature(Trainer.__init__).parameters.items()}
-    row = {name: groups[name] for name in ("seed", "validations")}
+    row = {name: groups[name] for name in ("seed", "num_validations")}
     row |= {name: str(groups[name]) for name in ("compile", "budget")}
     row["parameters"] = network.num_parameters()
     for group in types:

@@ -15,10 +15,10 @@ from checkpoint.checkpoint import Checkpoint, load_checkpoint
 from model.gpt import GPT
 from sampling.config import SamplingConfig
 from sampling.sampler import generate
-from system.files import shown, written_whole
+from system.files import atomic_write, relative
 from system.process import this_python
 from system.running_clock import running_seconds
-from system.text import counted
+from system.text import pluralize
 from system.version import VERSION
 from training.checkpointing import saved_step
 from training.final_metrics import compute_final_metrics
@@ -27,28 +27,29 @@ from training.setup import Run
 
 PARAMETERS_PER_TOKEN = 1000  # of text; with more, a network can only learn it by heart
 
-say = logging.getLogger("train").info
+logger = logging.getLogger(__name__)
 
 
-def say_start(run: Run, trainer: Trainer) -> None:
+def log_start(run: Run, trainer: Trainer) -> None:
     """Says what the budget picked, which text, which network, and whether the text is too short for it."""
-    for line in (run.picked, run.data.describe(), describe(run.network, trainer), warn_of_short_text(run)):
+    for line in (run.budget_summary, run.data.describe(), describe(run.network, trainer), short_text_warning(run)):
         if line:
-            say(line)
+            logger.info(line)
 
 
 def describe(network: GPT, trainer: Trainer) -> str:
     """Two lines: what is trained and where; the loss at the start, from which one sees how far it has come."""
     c = network.config
     return (
-        f"{network.num_parameters():,} parameters: {counted(c.num_layers, 'layer')}, {counted(c.num_heads, 'head')}, "
-        f"width {c.d_model}, context {c.context_length}; on {trainer.strategy.root_device} in {trainer.precision}\n"
+        f"{network.num_parameters():,} parameters: {pluralize(c.num_layers, 'layer')}, "
+        f"{pluralize(c.num_heads, 'head')}, width {c.d_model}, context {c.context_length}; "
+        f"on {trainer.strategy.root_device} in {trainer.precision}\n"
         f"a uniform guess over {c.vocab_size:,} tokens costs {math.log(c.vocab_size):.3f} nats per token: the loss "
         "starts there"
     )
 
 
-def warn_of_short_text(run: Run) -> str:
+def short_text_warning(run: Run) -> str:
     """A line that says so, where the text is far too short for the network or for a batch; else nothing."""
     tokens, parameters = len(run.data.train_tokens), run.network.num_parameters()
     batches = run.data.train_dataloader()
@@ -56,7 +57,7 @@ def warn_of_short_text(run: Run) -> str:
     if parameters > PARAMETERS_PER_TOKEN * tokens:
         reasons.append(f"{tokens:,} tokens to train on for {parameters:,} parameters")
     if batches.windows_per_epoch < batches.batch_size:
-        windows = f"{counted(batches.windows_per_epoch, 'window')} of {batches.context_length} tokens"
+        windows = f"{pluralize(batches.windows_per_epoch, 'window')} of {batches.context_length} tokens"
         reasons.append(f"{windows}, where a batch takes {batches.batch_size}")
     if not reasons:
         return ""
@@ -66,14 +67,14 @@ def warn_of_short_text(run: Run) -> str:
     )
 
 
-def say_stopped(trainer: Trainer, run_dir: Path) -> None:
+def log_stopped(trainer: Trainer, run_dir: Path) -> None:
     """One line: what is saved of a run that a signal stopped, and how to resume it."""
     step, saved = trainer.global_step, saved_step(trainer)
     what = "nothing was saved yet" if not saved else "saved" if saved == step else f"saved is step {saved:,}"
-    say(f"stopped at step {step:,}; {what}; go on with: {resume_command(run_dir)}")
+    logger.info(f"stopped at step {step:,}; {what}; go on with: {resume_command(run_dir)}")
 
 
-def summarise(run: Run, trainer: Trainer, run_dir: Path) -> None:
+def summarize(run: Run, trainer: Trainer, run_dir: Path) -> None:
     """Writes summary.json, with which the run is finished, and prints what it came to."""
     if not trainer.is_global_zero:
         return
@@ -83,19 +84,19 @@ def summarise(run: Run, trainer: Trainer, run_dir: Path) -> None:
     text = best.tokenizer.decode(list(generate(best.network, start, SamplingConfig(max_new_tokens=150))))
     final = compute_final_metrics(best, run.metrics)
     trainer.logger.log_final(final, trainer.global_step, best.network.config.context_length)
-    summary = {**final, **figures(run, trainer, best, run_dir)}
-    with written_whole(run_dir / "summary.json", run_dir / "summary.tmp") as file:  # then the run is finished
+    summary = {**final, **run_statistics(run, trainer, best, run_dir)}
+    with atomic_write(run_dir / "summary.json", run_dir / "summary.tmp") as file:  # then the run is finished
         file.write((json.dumps(summary, indent=2) + "\n").encode())
     (run_dir / "checkpoints" / "previous.ckpt").unlink(missing_ok=True)
-    say(conclusion(summary, text, run_dir, best.network.config.vocab_size))
+    logger.info(final_report(summary, text, run_dir, best.network.config.vocab_size))
 
 
-def figures(run: Run, trainer: Trainer, best: Checkpoint, run_dir: Path) -> dict[str, Any]:
+def run_statistics(run: Run, trainer: Trainer, best: Checkpoint, run_dir: Path) -> dict[str, Any]:
     """What summary.json has beside the final metrics: how long the run was, and of what size."""
     return {
         "val_tokens": int(best.validation.get("tokens", 0)),
         "val_tokens_in_split": len(run.data.val_tokens) - 1,
-        "seconds": round(running_seconds() - run.began, 2),
+        "seconds": round(running_seconds() - run.started_at, 2),
         "steps": trainer.global_step,
         "tokens": run.metrics.tokens,
         "context_length": best.network.config.context_length,
@@ -111,9 +112,9 @@ def figures(run: Run, trainer: Trainer, best: Checkpoint, run_dir: Path) -> dict
     }
 
 
-def conclusion(summary: dict[str, Any], text: str, run_dir: Path, vocab_size: int) -> str:
+def final_report(summary: dict[str, Any], text: str, run_dir: Path, vocab_size: int) -> str:
     """The last lines of a run: its figures, a little of what the best checkpoint writes, and what to do with it."""
-    place = shlex.quote(str(shown(run_dir)))
+    place = shlex.quote(str(relative(run_dir)))
     lines = [line for line in text.split("\n") if line.strip()]
     seen, whole = summary["val_tokens"], summary["val_tokens_in_split"]
     cut = f", over {seen:,} of {whole:,} tokens" if seen < whole else ""
@@ -123,7 +124,7 @@ def conclusion(summary: dict[str, Any], text: str, run_dir: Path, vocab_size: in
         + _uniform_or_worse(summary["val_nats_per_token"], summary["val_bits_per_byte"], vocab_size)
         + f"{summary['seconds']:.0f} seconds in all, "
         f"{summary['tokens_per_second']:,.0f} tokens per second in training\n"
-        f"run directory: {shown(run_dir)}\n\n"
+        f"run directory: {relative(run_dir)}\n\n"
         + "\n".join(f"    {line}" for line in lines[:5])
         + f"\n\nlet it write more:       {this_python()} sample.py checkpoint={place} prompt='To be, or not'\n"
         f"curves and attention:    {tensorboard_command(run_dir.parent)}"

@@ -20,7 +20,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from system.files import written_whole
+from system.files import atomic_write
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def rewind_events(run_dir: Path, step: int) -> None:
         return
     damaged: dict[Path, int] = {}  # places
     new = run_dir / _name_after(files[-1].name)
-    with written_whole(new, run_dir / "events.tmp") as file:  # a name that TensorBoard does not look for
+    with atomic_write(new, run_dir / "events.tmp") as file:  # a name that TensorBoard does not look for
         writer = RecordWriter(file)
         for record in _rewound(files, step, damaged):
             writer.write(record)

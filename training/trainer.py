@@ -25,24 +25,24 @@ from training.processes import check_processes, cluster_environment, launched_de
 from training.progress import NEVER, RunTimer, ValidationSchedule
 
 # Every option of Lightning's Trainer is in one of these three tables, says tests/test_trainer.py.
-# Those that go on to Lightning; what it would answer late, or in words of its own, `resolve` checks:
+# Those that go on to Lightning; what it would answer late, or in words of its own, `resolve_trainer_options` checks:
 TO_LIGHTNING = ("accelerator", "strategy", "devices", "num_nodes", "precision", "max_steps", "max_epochs")
 TO_LIGHTNING += ("log_every_n_steps", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
 TO_LIGHTNING += ("deterministic", "benchmark", "inference_mode", "detect_anomaly", "profiler")
 # Those that Lightning never sees: they do what it says of them, by our code (training/progress.py, data/batches.py).
-OURS = ("max_time", "min_steps", "min_epochs", "val_check_interval", "limit_train_batches", "limit_val_batches")
-OURS += ("overfit_batches", "enable_progress_bar")
+HANDLED_HERE = ("max_time", "min_steps", "min_epochs", "val_check_interval", "limit_train_batches", "limit_val_batches")
+HANDLED_HERE += ("overfit_batches", "enable_progress_bar")
 _NO_LOOP = "A run trains and validates; it has no such loop. Use trainer.limit_val_batches."
 # Those that cannot be set, and what to do instead:
 REJECTED = {
-    "check_val_every_n_epoch": "Use validations=5, or trainer.val_check_interval=100 for every 100 batches.",
+    "check_val_every_n_epoch": "Use num_validations=5, or trainer.val_check_interval=100 for every 100 batches.",
     "fast_dev_run": "Use trainer.max_steps=1 for a short run.",
     "logger": "A run always writes TensorBoard events.",
     "callbacks": "training/setup.py lists them.",
     "plugins": "They are objects of Python; training/setup.py lists them.",
     "default_root_dir": "Use runs_dir=DIRECTORY.",
     "enable_checkpointing": "The best checkpoint is what a run is for.",
-    "num_sanity_val_steps": "The first validation comes early enough: validations=5.",
+    "num_sanity_val_steps": "The first validation comes early enough: num_validations=5.",
     "enable_model_summary": "train.py says what is trained.",
     "barebones": "Use python -m benchmarks.training_speed to measure.",
     "limit_test_batches": _NO_LOOP,
@@ -61,7 +61,7 @@ _COUNTS = ("max_steps", "max_epochs", "min_steps", "min_epochs", "accumulate_gra
 
 def build_trainer(
     options: Mapping[str, Any],
-    validations: int,
+    num_validations: int,
     callbacks: list[Callback],
     timer: RunTimer | None = None,
     **ours: Any,
@@ -69,22 +69,24 @@ def build_trainer(
     """A Trainer with the user's options; `ours` are logger and the like.
 
     Args:
-        options: what `resolve` made of the `trainer` group.
-        validations: passes over the validation split, evenly spread; the last one is at the end of the run.
+        options: what `resolve_trainer_options` made of the `trainer` group.
+        num_validations: passes over the validation split, evenly spread; the last one is at the end of the run.
         timer: that of a budget; None: one for `trainer.max_time`.
 
     Raises:
         UserError: a value that Lightning does not take.
     """
-    if validations < 1:
-        raise UserError(f"validations is {validations}, but must be at least 1: the best checkpoint is chosen by it.")
-    passed = {name: value for name, value in options.items() if name not in OURS}
+    if num_validations < 1:
+        raise UserError(
+            f"num_validations is {num_validations}, but must be at least 1: the best checkpoint is chosen by it."
+        )
+    passed = {name: value for name, value in options.items() if name not in HANDLED_HERE}
     if passed.get("precision") == BF16_MATMUL:
         del passed["precision"]
         ours["plugins"] = [*ours.get("plugins", []), BF16Matmul()]
     passed.setdefault("profiler", NoProfiler())
     timer = timer or RunTimer(options.get("max_time"), options.get("min_steps"), options.get("min_epochs"))
-    schedule = ValidationSchedule(validations, options.get("val_check_interval"))
+    schedule = ValidationSchedule(num_validations, options.get("val_check_interval"))
     # Our schedule says when to validate, counting batches of the run: an interval may exceed an epoch.
     ours |= {"val_check_interval": NEVER, "check_val_every_n_epoch": None}
     passed = launched_devices() | passed
@@ -96,7 +98,7 @@ def build_trainer(
         also = f", and here auto and {BF16_MATMUL}" if reason.startswith("Precision ") else ""
         raise UserError(f"trainer: {reason}{also}") from error
     check_processes(trainer, options.get("strategy"))
-    trainer._signal_connector.register_signal_handlers = lambda: None  # StopOnSignal answers them
+    trainer._signal_connector.register_signal_handlers = lambda: None  # GracefulStop answers them
     skip_empty_hooks(trainer)
     return trainer
 
@@ -135,7 +137,7 @@ class BF16Matmul(Precision):
             yield
 
 
-def refuse_time_on_several_devices(trainer: Trainer, options: Mapping[str, Any]) -> None:
+def check_time_bounds(trainer: Trainer, options: Mapping[str, Any]) -> None:
     """Raises UserError: each process has a clock of its own, so that they would disagree about rates and the end."""
     if trainer.world_size == 1:
         return
@@ -157,7 +159,7 @@ def batch_limits(options: Mapping[str, Any]) -> BatchLimits:
     return BatchLimits(**{field.name: options[field.name] for field in fields(BatchLimits) if field.name in options})
 
 
-def resolve(options: dict[str, Any]) -> dict[str, Any]:
+def resolve_trainer_options(options: dict[str, Any]) -> dict[str, Any]:
     """Options as Lightning takes them: times as timedelta, `auto` decided, unknown names refused.
 
     `precision` is always among them.
@@ -254,7 +256,7 @@ def expected_device(options: Mapping[str, Any]) -> torch.device:
     return torch.device("mps" if wanted in ("auto", "gpu", "mps") and torch.backends.mps.is_available() else "cpu")
 
 
-def bounds(options: Mapping[str, Any]) -> dict[str, Any]:
+def stop_conditions(options: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the user's options that end the run, each with the value that would not."""
     unset = {"max_time": "auto", "max_steps": -1, "max_epochs": -1}
     return {name: value for name, value in unset.items() if options.get(name) not in (None, value)}

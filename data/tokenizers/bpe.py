@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data.cache import Damaged, checked_size, written_to_cache
+from data.cache import CorruptCache, atomic_cache_write, verified_size
 from data.tokenizers import tokenizer
 
 if TYPE_CHECKING:
@@ -58,13 +58,13 @@ def _cached_merges(vocab_size: int, split: Split, cache_dir: Path) -> dict[bytes
     key = hashlib.sha256(f"1\n{split.sha256}\n{vocab_size}\n{PATTERN}".encode()).hexdigest()[:16]
     path = cache_dir / f"bpe-{key}.txt"
     try:
-        return parse_merges(path.read_bytes()[: checked_size(path)].decode())
+        return parse_merges(path.read_bytes()[: verified_size(path)].decode())
     except FileNotFoundError:
         pass
-    except (Damaged, OSError, ValueError) as error:
+    except (CorruptCache, OSError, ValueError) as error:
         logger.info("%s is damaged (%s): learning the merges again", path, error)
     ranks = _train_merges(vocab_size, split)
-    with written_to_cache(path) as f:
+    with atomic_cache_write(path) as f:
         f.write(format_merges(ranks).encode())
     return ranks
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from data.config import TokenizerConfig
     from data.corpus import Split
 
-NETWORK_PATIENCE_S = 3.0
+NETWORK_TIMEOUT_SECONDS = 3.0
 
 
 @tokenizer()
@@ -45,7 +45,7 @@ def tiktoken(config: TokenizerConfig, train_split: Split, cache_dir: Path) -> En
 
 
 def _download(url: str) -> bytes:
-    """Content of `url`, or OSError within NETWORK_PATIENCE_S if nothing answers there."""
+    """Content of `url`, or OSError within NETWORK_TIMEOUT_SECONDS if nothing answers there."""
     import requests
 
     # Looking up a host's name has no timeout of its own, so it happens in a thread that may be left behind.
@@ -53,15 +53,15 @@ def _download(url: str) -> bytes:
 
     def knock():
         try:
-            requests.head(url, timeout=NETWORK_PATIENCE_S)
+            requests.head(url, timeout=NETWORK_TIMEOUT_SECONDS)
         except OSError as error:
             failed.append(error)
         finally:
             over.set()
 
     threading.Thread(target=knock, daemon=True).start()
-    if not over.wait(NETWORK_PATIENCE_S) or failed:
+    if not over.wait(NETWORK_TIMEOUT_SECONDS) or failed:
         raise OSError("no network")
-    response = requests.get(url, timeout=10 * NETWORK_PATIENCE_S)
+    response = requests.get(url, timeout=10 * NETWORK_TIMEOUT_SECONDS)
     response.raise_for_status()
     return response.content

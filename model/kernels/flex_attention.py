@@ -43,7 +43,7 @@ def flex_works(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 def flex_sliding_window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """Sliding window attention as in model/kernels/sliding_window.py, without dropout, T a multiple of BLOCK.
 
-    On a CPU it is written out and without a gradient, to be tested.
+    On a CPU it runs eagerly and without a gradient, for tests.
 
     Args:
         q: (B, H, T, D).

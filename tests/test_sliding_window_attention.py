@@ -167,7 +167,7 @@ def test_a_window_without_causal_self_attention_is_refused(options):
 
 
 def test_a_token_outside_the_window_has_no_influence():
-    gpt, ids = network(num_layers=1, attention_window=WINDOW), random_ids()
+    gpt, ids = network(num_layers=1, sliding_window=WINDOW), random_ids()
     with torch.no_grad():
         logits = gpt(ids)
         for t in (0, 1, 30, CONTEXT - WINDOW):
@@ -179,7 +179,7 @@ def test_a_token_outside_the_window_has_no_influence():
 
 @pytest.mark.parametrize("window", [1, WINDOW, 33, CONTEXT - 1])
 def test_nothing_leaks_from_the_future_bit_for_bit(window):
-    gpt, ids = network(attention_window=window), random_ids()
+    gpt, ids = network(sliding_window=window), random_ids()
     with torch.no_grad():
         logits = gpt(ids)
         for t in range(CONTEXT - 1):
@@ -191,7 +191,7 @@ def test_nothing_leaks_from_the_future_bit_for_bit(window):
 @pytest.mark.parametrize("window", [CONTEXT, CONTEXT + 1, 10 * CONTEXT])
 def test_a_window_of_the_context_or_more_changes_nothing_at_all(window):
     results = []
-    for options in ({}, {"attention_window": window}):
+    for options in ({}, {"sliding_window": window}):
         gpt = network(**options, num_kv_heads=2)
         logits = gpt(random_ids())
         results.append([logits, *torch.autograd.grad(logits.square().mean(), list(gpt.parameters()))])
@@ -201,10 +201,10 @@ def test_a_window_of_the_context_or_more_changes_nothing_at_all(window):
 
 @pytest.mark.parametrize(
     ("pattern", "local"),
-    [("L", [True] * 5), ("F", [False] * 5), ("LF", [True, False, True, False, True]), ("LLF", [True, True, False] * 2)],
+    [("S", [True] * 5), ("L", [False] * 5), ("SL", [True, False, True, False, True]), ("SSL", [True, True, False] * 2)],
 )
 def test_each_layer_sees_what_its_letter_of_the_pattern_says(pattern, local):
-    gpt = network(num_layers=5, num_kv_heads=2, attention_window=WINDOW, attention_pattern=pattern)
+    gpt = network(num_layers=5, num_kv_heads=2, sliding_window=WINDOW, window_pattern=pattern)
     outside = band(CONTEXT, CONTEXT) & ~band(CONTEXT, WINDOW)
     for weights, is_local in zip(gpt.attention_maps(random_ids()), local[:5], strict=True):
         assert_close(weights.sum(-1), torch.ones(2, HEADS, CONTEXT))
@@ -214,12 +214,12 @@ def test_each_layer_sees_what_its_letter_of_the_pattern_says(pattern, local):
 
 def test_a_pattern_without_a_window_does_nothing():
     ids = random_ids()
-    assert torch.equal(network(attention_pattern="LF")(ids), network()(ids))
+    assert torch.equal(network(window_pattern="SL")(ids), network()(ids))
 
 
 @pytest.mark.parametrize("positions", ["learned", "rope"])
 def test_maps_are_those_the_model_used(positions):
-    gpt = network(attention_window=WINDOW, positions=positions, num_kv_heads=2).eval()
+    gpt = network(sliding_window=WINDOW, positions=positions, num_kv_heads=2).eval()
     ids, used = random_ids(), []
 
     def look(module, args, options, output):
@@ -235,7 +235,7 @@ def test_maps_are_those_the_model_used(positions):
 
 
 def test_sampling_follows_the_same_model():
-    gpt = network(attention_window=WINDOW, attention_pattern="LF").eval()
+    gpt = network(sliding_window=WINDOW, window_pattern="SL").eval()
     prompt = random_ids(3, batch=1)[0].tolist()
     written = list(generate(gpt, prompt, SamplingConfig(max_new_tokens=CONTEXT - 3, temperature=0)))
     with torch.no_grad():
@@ -245,7 +245,7 @@ def test_sampling_follows_the_same_model():
 
 def test_a_model_with_a_window_learns():
     torch.manual_seed(0)
-    gpt = GPT(GPTConfig(**TINY, attention_window=WINDOW, attention_pattern="LF"))
+    gpt = GPT(GPTConfig(**TINY, sliding_window=WINDOW, window_pattern="SL"))
     ids = torch.arange(CONTEXT + 1).remainder(5).expand(2, -1)  # 0 1 2 3 4 0 1 ...
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-2)
     losses = []
@@ -266,11 +266,11 @@ def test_a_model_with_a_window_learns():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"attention_window": 0}, r"model\.attention_window is 0, but must be at least 1\."),
-        ({"attention_window": -5}, r"model\.attention_window is -5, but must be at least 1\."),
-        ({"attention_pattern": ""}, r"model\.attention_pattern is '', but must be letters L \(local\) and F"),
-        ({"attention_pattern": "LX"}, r"model\.attention_pattern is 'LX', but must be letters L \(local\) and F"),
-        ({"attention_pattern": "lf"}, r"model\.attention_pattern is 'lf', but must be letters L \(local\) and F"),
+        ({"sliding_window": 0}, r"model\.sliding_window is 0, but must be at least 1\."),
+        ({"sliding_window": -5}, r"model\.sliding_window is -5, but must be at least 1\."),
+        ({"window_pattern": ""}, r"model\.window_pattern is '', but must be letters S \(short"),
+        ({"window_pattern": "SX"}, r"model\.window_pattern is 'SX', but must be letters S \(short"),
+        ({"window_pattern": "sl"}, r"model\.window_pattern is 'sl', but must be letters S \(short"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_mend(fields, message):
