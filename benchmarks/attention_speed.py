@@ -4,8 +4,8 @@
 
 On a CPU in float32. On CUDA in bfloat16, as training there, and sliding window attention in both of its algorithms: in
 blocks through SDPA, and through flex attention. Every length has the same number of tokens in a batch, and all take
-turns, so that a disturbance of the machine meets all. Times are medians after a warm-up; memory is the most a pass takes beside
-its inputs, measured in a process of its own. The last line is JSON.
+turns, so that a disturbance of the machine meets all. Times are medians after a warm-up; memory is the most a pass
+takes beside its inputs, measured in a process of its own. The last line is JSON.
 """
 
 import json
