@@ -46,7 +46,7 @@ def main(config: RunConfig) -> None:
 
     with deferred_imports():
         from system.allocator import disable_malloc_trim
-        from training.checkpointing import GracefulStop
+        from training.callbacks.graceful_stop import GracefulStop
         from training.error_context import explain_out_of_memory, explain_write_errors
         from training.initial_state import load_initial_state
         from training.processes import supervise
@@ -102,7 +102,7 @@ def open_run_dir(run: Run, run_dir: Path) -> None:
 @contextmanager
 def answered(answer: Callable[[], None]) -> Iterator[None]:
     """Calls `answer` when a signal stops the run."""
-    from training.checkpointing import StoppedBySignal
+    from training.callbacks.graceful_stop import StoppedBySignal
 
     try:
         yield

@@ -10,8 +10,11 @@ from lightning.pytorch import Callback
 
 from model.gpt import GPT
 from system.allocator import disable_malloc_trim
-from training.callbacks import MetricsLogger, Progress, ValidationImages
-from training.checkpointing import GracefulStop, LastCheckpoint
+from training.callbacks.checkpoints import LastCheckpoint
+from training.callbacks.graceful_stop import GracefulStop
+from training.callbacks.metrics_logger import MetricsLogger
+from training.callbacks.progress_bar import RunProgressBar
+from training.callbacks.validation_images import ValidationImages
 from training.config import RunConfig
 from training.datamodule import TextDataModule
 from training.lightning_module import GPTLightning
@@ -60,7 +63,7 @@ def train(
     metrics = MetricsLogger({})
     options = resolve_trainer_options(config.trainer | {"max_steps": steps, "max_time": "1h", "accelerator": "cpu"})
     kept = LastCheckpoint(run_dir / "last.ckpt", metrics)
-    callbacks = [first, metrics, Progress(metrics), drawing, GracefulStop(), kept]
+    callbacks = [first, metrics, RunProgressBar(metrics), drawing, GracefulStop(), kept]
     trainer = make_trainer(run_dir, options, max(1, num_validations), data, callbacks)
     if not num_validations:
         trainer.limit_val_batches = 0

@@ -22,8 +22,8 @@ from benchmarks.machine import machine
 from configs.entry_point import entry_point
 from system.text import pluralize
 from training.budget import DEFAULT_TIME
-from training.callbacks import ValidationImages
-from training.checkpointing import GracefulStop
+from training.callbacks.graceful_stop import GracefulStop
+from training.callbacks.validation_images import ValidationImages
 from training.config import RunConfig
 
 STEPS = 200

@@ -25,10 +25,11 @@ from configs.cli import compose
 from configs.entry_point import entry_point
 from model.kernels.bfloat16 import matmul_precision
 from system.text import pluralize
-from training.checkpointing import GracefulStop
+from training.callbacks.graceful_stop import GracefulStop
 from training.config import RunConfig
 from training.datamodule import TextDataModule
-from training.optim import build_optimizer, warmup_stable_decay
+from training.lr_scheduler import warmup_stable_decay
+from training.optim import build_optimizer
 from training.trainer import resolve_trainer_options
 
 WARMUP_STEPS, ROUNDS = 20, 15

@@ -27,7 +27,7 @@ import train
 from configs.entry_point import entry_point
 from system.process import command_start
 from training import ranks
-from training.checkpointing import GracefulStop
+from training.callbacks.graceful_stop import GracefulStop
 
 # Tiny tensors gain nothing from a second thread, and several test processes would fight over the cores.
 torch.set_num_threads(1)
@@ -256,7 +256,7 @@ def clock(monkeypatch) -> FakeClock:
         (GPTLightning, "training_step", "step"),
         (GPTLightning, "validation_step", "validation_batch"),
         (attention_plot, "draw_attention", "pictures"),
-        (summary, "figures", "exit"),  # of summary.json, which has the seconds
+        (summary, "run_statistics", "exit"),  # of summary.json, which has the seconds
     ):
         monkeypatch.setattr(owner, function, clock.taken_by(getattr(owner, function), seconds))
     return clock

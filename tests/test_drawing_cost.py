@@ -13,7 +13,7 @@ import pytest
 from benchmarks import drawing_cost
 from benchmarks.drawing_cost import TimedDrawing
 from configs.cli import compose
-from training.callbacks import ValidationImages
+from training.callbacks.validation_images import ValidationImages
 
 PROJECT = Path(__file__).resolve().parents[1]
 TINY = [

@@ -22,7 +22,8 @@ import train
 from checkpoint.checkpoint import load_checkpoint
 from checkpoint.io import SEAL_BYTES, read_checkpoint, write_checkpoint
 from system.errors import UserError
-from training.checkpointing import GracefulStop, LastCheckpoint
+from training.callbacks.checkpoints import LastCheckpoint
+from training.callbacks.graceful_stop import GracefulStop
 from training.error_context import cannot_write
 from training.lightning_module import GPTLightning
 
@@ -367,7 +368,7 @@ def test_run_directory_deleted_in_training_is_said_to_be_gone(train_here, tiny, 
 
     monkeypatch.setattr(LastCheckpoint, "save", delete_then_save)
     error = train_here("trainer.max_steps=4", "num_validations=1").error
-    assert "is gone: it was deleted or moved while the run trained" in error
+    assert "was deleted or moved during training" in error
     assert "resume" not in error and "b'" not in error
 
 
@@ -522,7 +523,7 @@ def test_non_finite_gradient_stops_the_run_and_names_step_and_weight(train_here,
     with monkeypatch.context() as patch:
         poisoned(patch, step, value, "blocks.0.mlp.up.weight")
         finished = train_here("trainer.max_steps=20", *settings)  # validates every 4 steps
-    assert f"is no finite number at step {step}," in finished.error and "gradient of blocks.0." in finished.error
+    assert f"is not finite at step {step}," in finished.error and "gradient of blocks.0." in finished.error
     for name in ("best.ckpt", "last.ckpt"):
         checkpoint = load_checkpoint(finished.path / "checkpoints" / name)
         assert checkpoint.step == 4
@@ -533,7 +534,7 @@ def test_non_finite_gradient_stops_the_run_and_names_step_and_weight(train_here,
 def test_non_finite_gradient_of_a_token_that_does_not_come_again_is_in_no_checkpoint(train_here, monkeypatch):
     poisoned(monkeypatch, 6, math.nan, "token_embedding.weight")  # its fourth row: a byte that is not in the text
     error = (finished := train_here("trainer.max_steps=20", "optimizer=adamw")).error
-    assert "gradient of token_embedding.weight is no finite number at step 7 or before" in error
+    assert "gradient of token_embedding.weight is not finite at step 7 or before" in error
     for name in ("best.ckpt", "last.ckpt"):
         assert load_checkpoint(finished.path / "checkpoints" / name).step == 4
 

@@ -33,8 +33,8 @@ from model.flops import min_parameters
 from model.gpt import GPT
 from system.checks import short
 from system.errors import UserError
-from training.callbacks import MetricsLogger
-from training.checkpointing import BestCheckpoint
+from training.callbacks.checkpoints import BestCheckpoint
+from training.callbacks.metrics_logger import MetricsLogger
 from training.config import OptimizerConfig
 from training.datamodule import TextDataModule
 from training.optim import build_optimizer
@@ -565,8 +565,7 @@ def spoilt_states() -> dict:
         "seconds that are no number": (("run", "seconds"), float("nan")),
         "a budget without an end": (("run", "budget"), 60.0),
         "callbacks that are a text": (("callbacks",), "all"),
-        "readings that are texts": (("callbacks", "Metrics", "step_ms_readings"), ["fast"]),
-        "a schedule": (("lr_schedulers",), [{"last_epoch": 1}]),
+        "readings that are texts": (("callbacks", "MetricsLogger", "step_ms_readings"), ["fast"]),
         "no version": (("pytorch-lightning_version",), "newest"),
         "more weights": (("state_dict",), lambda weights: {**weights, "network.more": torch.zeros(2)}),
     }
@@ -589,7 +588,7 @@ def test_best_of_another_network_is_named_and_put_aside(train_here, tiny_run, go
     torch.save(good, run_dir / "checkpoints" / "best.ckpt")
     resumed = train_here(f"resume={run_dir}", "trainer.max_steps=45", settings=())
     assert resumed.returncode == 0 and "best.ckpt is of another network" in resumed.stdout, resumed
-    assert "It is best.unusable now" in resumed.stdout and (run_dir / "checkpoints" / "best.unusable").is_file()
+    assert "It was renamed to best.unusable" in resumed.stdout and (run_dir / "checkpoints" / "best.unusable").is_file()
     assert load_checkpoint(run_dir / "checkpoints" / "best.ckpt").step == 45
 
 

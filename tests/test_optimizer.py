@@ -21,8 +21,9 @@ from model.gpt import GPT
 from system.errors import UserError
 from training import muon as optimizer_module
 from training.config import OptimizerConfig
+from training.lr_scheduler import warmup_stable_decay
 from training.muon import newton_schulz
-from training.optim import OPTIMIZERS, build_optimizer, warmup_stable_decay
+from training.optim import OPTIMIZERS, build_optimizer
 
 PROJECT = Path(__file__).resolve().parents[1]
 TINY = {"vocab_size": 30, "context_length": 8, "num_layers": 2, "num_heads": 2, "d_model": 16}

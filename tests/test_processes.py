@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 
 from checkpoint.checkpoint import load_checkpoint
 from system.errors import UserError
-from training.checkpointing import GracefulStop
+from training.callbacks.graceful_stop import GracefulStop
 from training.processes import Watch, check_processes, launched_devices
 
 TWO = ("trainer.devices=2", "trainer.accelerator=cpu")

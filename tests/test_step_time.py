@@ -14,9 +14,10 @@ import pytest
 from conftest import PROJECT
 
 from data.batches import TrainBatches
-from training.callbacks import RunLogger, ValidationImages
-from training.checkpointing import BestCheckpoint
+from training.callbacks.checkpoints import BestCheckpoint
+from training.callbacks.validation_images import ValidationImages
 from training.lightning_module import GPTLightning
+from training.loggers import RunLogger
 
 JUMP_MS = 100_000
 

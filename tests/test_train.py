@@ -15,7 +15,7 @@ from checkpoint.checkpoint import find_checkpoint, load_checkpoint
 from model.config import GPTConfig
 from model.gpt import GPT
 from system.errors import UserError
-from training.callbacks import Progress
+from training.callbacks.progress_bar import RunProgressBar
 from training.lightning_module import GPTLightning
 from training.summary import final_report
 
@@ -255,7 +255,7 @@ def test_time_that_is_over_before_the_least_steps_stretches_the_learning_rates(t
 
 
 def test_progress_is_shown_unless_it_is_switched_off(train_here, monkeypatch):
-    monkeypatch.setattr(Progress, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(RunProgressBar, "SECONDS_BETWEEN_LINES", 0.0)
     assert "tokens/s" in train_here("trainer.max_steps=2").stdout
     finished = train_here("trainer.max_steps=2", "trainer.enable_progress_bar=false")
     assert finished.returncode == 0 and "tokens/s" not in finished.stdout and "step 2: validation" in finished.stdout

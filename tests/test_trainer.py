@@ -1,6 +1,7 @@
 """Lightning's Trainer from our config: each of its options, times, and what several devices can be bounded by."""
 
 import inspect
+from contextlib import ExitStack
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -12,17 +13,16 @@ from lightning.pytorch.profilers import SimpleProfiler
 
 from system.errors import UserError
 from training.lightning_module import GPTLightning
+from training.lightning_overhead import SHORTCUTS, NoProfiler, skip_empty_hooks, without
 from training.progress import RunTimer
 from training.trainer import (
     HANDLED_HERE,
     REJECTED,
     TO_LIGHTNING,
-    NoProfiler,
     build_trainer,
     check_time_bounds,
     parse_duration,
     resolve_trainer_options,
-    skip_empty_hooks,
 )
 
 
@@ -81,6 +81,26 @@ def test_a_batch_moves_only_where_it_is_not_there_yet():
     assert module.transfer_batch_to_device(batch, torch.device("meta"), 0).device.type == "meta"
     moved = module.transfer_batch_to_device((batch, batch), torch.device("meta"), 0)
     assert [tensor.device.type for tensor in moved] == ["meta", "meta"]
+
+
+def test_a_shortcut_that_is_switched_off_leaves_lightnings_own_way_and_comes_back():
+    for name, attributes in SHORTCUTS.items():
+        before = [vars(owner)[attribute] for owner, attribute in attributes]
+        with without(name):
+            assert not any(attribute in vars(owner) for owner, attribute in attributes), name
+        assert [vars(owner)[attribute] for owner, attribute in attributes] == before, name
+
+
+def test_training_computes_the_same_weights_without_any_shortcut(train_here):
+    settings = ("trainer.max_steps=6", "trainer.gradient_clip_val=0.5", "trainer.accumulate_grad_batches=2")
+    with ExitStack() as stack:
+        for name in SHORTCUTS:
+            stack.enter_context(without(name))
+        plain = train_here(*settings)
+    shortened = train_here(*settings)
+    ours, lightnings = (torch.load(run.path / "checkpoints" / "last.ckpt") for run in (shortened, plain))
+    for name, weights in ours["state_dict"].items():
+        assert torch.equal(weights, lightnings["state_dict"][name]), name
 
 
 # Any option

@@ -15,12 +15,12 @@ def maybe_compile(network: GPT, choice: str, device: torch.device, precision: Ab
     """Compiles the network in place, keeping the names of its weights; falls back to eager with one warning.
 
     Args:
-        choice: "true", "false", or "auto": on a GPU only; what it brings a short CPU run, after the time it
-            takes, has not been measured.
-        precision: what training runs under, so that its first step finds the network compiled for it.
+        choice: "true", "false", or "auto", which compiles on GPUs only: for short CPU runs it has not been measured
+            whether the gain exceeds the compile time.
+        precision: context in which training runs, so that the network is compiled for it.
 
     Raises:
-        UserError: another choice.
+        UserError: `choice` is something else.
     """
     choice = str(choice).lower()
     if choice not in ("auto", "true", "false"):
@@ -29,11 +29,11 @@ def maybe_compile(network: GPT, choice: str, device: torch.device, precision: Ab
         return
     network.to(device).compile()
     ids = torch.zeros(2, network.config.context_length, dtype=torch.long, device=device)  # (B, T)
-    try:  # a missing compiler shows at the first call only
+    try:  # a missing compiler shows only at the first call
         with precision:
             loss = network(ids).float().sum()
         loss.backward()
     except Exception as error:  # noqa: BLE001 -- the backend may raise anything
         network._compiled_call_impl = None
-        logger.warning(f"warning: torch.compile does not work here ({type(error).__name__}); going on without it.")
+        logger.warning(f"warning: torch.compile does not work here ({type(error).__name__}); training without it.")
     network.zero_grad()

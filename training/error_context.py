@@ -1,4 +1,4 @@
-"""What a machine does to a run, in one line: a full disk, a directory that cannot be written, too little memory."""
+"""One-line errors for a full disk, a directory that cannot be written, and too little memory."""
 
 import errno
 import os
@@ -16,28 +16,27 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
-def explain_write_errors(run_dir: Path, how_to_go_on: str, kept: Callable[[], Any]) -> Iterator[None]:
-    """Raises UserError where the run's files cannot be written.
+def explain_write_errors(run_dir: Path, resume_command: str, can_resume: Callable[[], Any]) -> Iterator[None]:
+    """Raises UserError if the files of a run cannot be written.
 
     Args:
-        how_to_go_on: the command that resumes the run.
-        kept: whether the directory stays after an error, so that there is something to resume.
+        can_resume: whether the run has something that can be resumed.
     """
     hook = threading.excepthook
-    threading.excepthook = _silent_about_writing  # TensorBoard's thread: the main one hears of it at the next event
+    threading.excepthook = _ignore_write_errors  # of TensorBoard's thread: the next event raises them in the main one
     try:
         yield
-    except BrokenPipeError:  # of the screen
+    except BrokenPipeError:  # of standard output
         raise
     except OSError as error:
-        raise UserError(cannot_write(error, run_dir, how_to_go_on if kept() else None)) from error
+        raise UserError(cannot_write(error, run_dir, resume_command if can_resume() else None)) from error
     finally:
         threading.excepthook = hook
 
 
 @contextmanager
 def explain_out_of_memory(config: RunConfig) -> Iterator[None]:
-    """Raises UserError where the memory is used up."""
+    """Raises UserError if memory runs out."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
@@ -46,23 +45,23 @@ def explain_out_of_memory(config: RunConfig) -> Iterator[None]:
         raise UserError(out_of_memory(config)) from error
 
 
-def cannot_write(error: OSError, run_dir: Path, how_to_go_on: str | None) -> str:
-    """What could not be written, why, and what to do.
+def cannot_write(error: OSError, run_dir: Path, resume_command: str | None) -> str:
+    """Message: what could not be written, why, and how to fix it.
 
     Args:
-        how_to_go_on: the command that resumes the run; None: nothing of it is kept.
+        resume_command: None if there is nothing to resume.
     """
     if not run_dir.is_dir():
-        return f"{run_dir} is gone: it was deleted or moved while the run trained. Start the run again."
+        return f"{run_dir} was deleted or moved during training. Start the run again."
     failed = f"cannot write {os.fsdecode(error.filename or run_dir)}: {error.strerror or error}."
     fix = "Make room" if error.errno in _FULL else "Make it writable"
-    if how_to_go_on is None:
-        return f"{failed} Nothing was trained yet. {fix}, or choose another runs_dir, and start again."
-    return f"{failed} Checkpoints written before are whole. {fix}, then resume with: {how_to_go_on}"
+    if resume_command is None:
+        return f"{failed} Nothing was trained yet. {fix} or choose another runs_dir, then start again."
+    return f"{failed} Earlier checkpoints are complete. {fix}, then resume with: {resume_command}"
 
 
 def out_of_memory(config: RunConfig) -> str:
-    """What takes the memory, and what to lower."""
+    """Message: what needs the memory, and what to lower."""
     return (
         f"out of memory with data.batch_size={config.data.batch_size} and model.context_length="
         f"{config.model.context_length}. Lower data.batch_size (trainer.accumulate_grad_batches=2 with half of it "
@@ -70,6 +69,6 @@ def out_of_memory(config: RunConfig) -> str:
     )
 
 
-def _silent_about_writing(failure: threading.ExceptHookArgs) -> None:
+def _ignore_write_errors(failure: threading.ExceptHookArgs) -> None:
     if not issubclass(failure.exc_type, OSError):
         threading.__excepthook__(failure)

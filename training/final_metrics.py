@@ -1,8 +1,7 @@
 """The metrics that a run ends with, by name.
 
-One dictionary for all places that show them: summary.json, TensorBoard's scalars `final/` and its table of
-hyperparameters, and the curves and the table that compare the runs of a sweep. To add one: one line in FINAL_METRICS
-(docs/extending.md).
+summary.json, the scalars `final/`, the table of hyperparameters, and the table and curves of a sweep all show the
+metrics of FINAL_METRICS. To add a metric, add one line there (docs/extending.md).
 """
 
 from __future__ import annotations
@@ -10,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:  # names are needed without torch
+if TYPE_CHECKING:  # at run time, the names are needed without importing torch
     from checkpoint.checkpoint import Checkpoint
-    from training.callbacks import MetricsLogger
+    from training.callbacks.metrics_logger import MetricsLogger
 
 
 class FinalMetric(NamedTuple):
-    """How a metric is computed, and its column in the table of a sweep."""
+    """How to compute a metric, and its column in the table of a sweep."""
 
     compute: Callable[[Checkpoint, MetricsLogger], float]
-    """From the best checkpoint and from what was counted during training."""
+    """Arguments: the best checkpoint, and what was measured during training."""
     heading: str = ""
-    """Of its column. Empty: it has none."""
+    """Heading of its column; empty: no column."""
     digits: int = 3
-    """After the decimal point, in the table."""
+    """Digits after the decimal point in the table."""
 
 
 FINAL_METRICS = {
@@ -36,5 +35,5 @@ FINAL_METRICS = {
 
 
 def compute_final_metrics(best: Checkpoint, training: MetricsLogger) -> dict[str, float]:
-    """All of FINAL_METRICS, of a run whose best checkpoint this is."""
+    """The values of FINAL_METRICS for a run with this best checkpoint."""
     return {name: metric.compute(best, training) for name, metric in FINAL_METRICS.items()}

@@ -1,15 +1,15 @@
-"""What Lightning needs to know to train a GPT: the loss, the validation, the optimizer and its schedule."""
+"""The LightningModule: loss, validation, optimizer and learning-rate schedule of a GPT."""
 
-import inspect
 import math
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
-import lightning.pytorch as pl
 import tiktoken
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from checkpoint.checkpoint import checkpoint_metadata
 from data.batches import IGNORE
@@ -17,14 +17,16 @@ from data.tokenizer import token_bytes
 from model.gpt import GPT
 from system.errors import UserError
 from training.config import OptimizerConfig
-from training.optim import OPTIMIZERS, build_optimizer, warmup_stable_decay
+from training.lightning_overhead import LowOverheadModule, cached_signature
+from training.lr_scheduler import WarmupStableDecay
+from training.optim import OPTIMIZERS, build_optimizer
 from training.progress import run_progress
 
 
-class GPTLightning(pl.LightningModule):
+class GPTLightning(LowOverheadModule):
     """Next-token prediction with a GPT.
 
-    Losses are in nats per token, and as bits per byte of text, which compares across tokenizers.
+    Losses are in nats per token, and in bits per byte of text, which can be compared across tokenizers.
     """
 
     def __init__(self, network: GPT, tokenizer: tiktoken.Encoding, optimizer: OptimizerConfig, seed: int):
@@ -33,39 +35,19 @@ class GPTLightning(pl.LightningModule):
         self.tokenizer = tokenizer
         self.optimizer_config = optimizer
         self.seed = seed
-        self.validation = {"nats_per_token": math.nan, "bits_per_byte": math.nan, "tokens": 0}  # the last one's
+        self.validation = {"nats_per_token": math.nan, "bits_per_byte": math.nan, "tokens": 0}  # of the last validation
         self.register_buffer("token_bytes", torch.from_numpy(token_bytes(tokenizer)), persistent=False)  # (vocab_size,)
         self.last_loss = torch.tensor(math.nan)
         self._unchecked: tuple[int, Tensor] | None = None
 
-    def __setattr__(self, name: str, value: object) -> None:
-        """Sets an attribute. Lightning notes some forty times a step which hook it is in; nn.Module is slow at that."""
-        plain = name in ("_current_fx_name", "_progress", "last_loss")
-        object.__setattr__(self, name, value) if plain else super().__setattr__(name, value)
-
     # Training
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """The batch on the device: as it is, where it is there already. Lightning would still look into it."""
-        there = isinstance(batch, Tensor) and batch.device == device
-        return batch if there else super().transfer_batch_to_device(batch, device, dataloader_idx)
-
-    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
-        """Learning rates follow the share of the run that is over, step by step."""
-        if batch_idx % self.trainer.accumulate_grad_batches == 0:
-            self._set_learning_rates()
-
-    def _set_learning_rates(self) -> None:
-        """Not by a scheduler: that asks for each group anew, in further hooks of Lightning's, at every step."""
-        factor = warmup_stable_decay(self._progress, self.optimizer_config, run_progress(self.trainer, steps_ahead=1))
-        for group, peak in zip(self.trainer.optimizers[0].param_groups, self.peak_lrs, strict=True):
-            group["lr"] = peak * factor
-
+    @cached_signature
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """batch (B, T + 1) of token ids -> mean loss in nats per token."""
-        if self.network.config.drops:  # what is dropped depends on (seed, step, rank) alone
-            place = f"{self.seed} {self.batches_done} {self.global_rank}"
-            self.seed_device(int.from_bytes(blake2b(place.encode(), digest_size=7).digest(), "big"))
+        if self.network.config.drops:  # dropout depends on (seed, batch, rank) alone, so a resumed run repeats it
+            position = f"{self.seed} {self.batches_done} {self.global_rank}"
+            self.seed_device(int.from_bytes(blake2b(position.encode(), digest_size=7).digest(), "big"))
         inputs, targets = batch[:, :-1], batch[:, 1:]  # (B, T) each: every token predicts the next one
         loss = self.network.loss(inputs, targets)
         self.last_loss = loss.detach()
@@ -73,52 +55,54 @@ class GPTLightning(pl.LightningModule):
         return loss
 
     def seed_device(self, seed: int) -> None:
-        """Seeds the generators that this step draws from.
+        """Seeds the random generators of the CPU and of the device that trains.
 
-        torch.manual_seed would queue a call with a traceback for every kind of device that is missing here, at each
-        step anew: a tenth of a short step's time, and memory that grows.
+        torch.manual_seed would also queue a call, with its traceback, for each type of device that is not there: in
+        every step, which takes a tenth of a short step's time and memory that grows.
         """
         torch.default_generator.manual_seed(seed)
         if self.device.type in ("cuda", "mps"):
             getattr(torch, self.device.type).manual_seed(seed)
 
     def check_finite_loss(self, loss: Tensor) -> None:
-        """Stops the run at a loss that is no number. Raises UserError.
+        """Raises UserError for a loss that is not finite.
 
-        On a CPU before the step is taken; elsewhere one step late, so that the device has work while we look.
+        On a CPU this happens before the weights are updated; elsewhere one step later, so that reading the loss does
+        not make the device wait.
         """
         step = self.global_step
         if loss.device.type != "cpu":
             (step, loss), self._unchecked = self._unchecked or (step, torch.zeros(())), (step, loss)
         if not math.isfinite(loss):
-            if loss.device.type == "cpu":  # elsewhere the step with this loss has spoilt the weights meanwhile
+            if loss.device.type == "cpu":  # elsewhere the weights were updated with this loss already
                 check_finite_weights(self)
             raise divergence_error("loss", loss.item(), step, self.optimizer_config)
 
     def on_train_batch_end(self, *args) -> None:
-        """Sees how far the run is, for the next batch's learning rates, and whether it is over."""
-        self._follow_progress()
+        """Sets the learning rates of the next step; stops training at the end of the run."""
+        if not self.trainer.fit_loop._should_accumulate():
+            self.lr_schedulers().step()
+        self._stop_if_done()
 
-    def _follow_progress(self) -> None:
-        """Ends the run where its bound is reached, after one more validation: the last weights count too."""
-        self._progress = run_progress(self.trainer)
-        if self._progress >= 1:
+    def _stop_if_done(self) -> None:
+        """Lightning validates once more before it stops, so that the last weights count too."""
+        if run_progress(self.trainer) >= 1:
             self.trainer.should_stop = True
 
     @property
     def batches_done(self) -> int:
-        """Training batches of this run so far, on this rank, over all epochs and resumptions."""
+        """Number of batches that this rank has trained on, including those before the run was resumed."""
         return self.trainer.fit_loop.epoch_loop.batch_progress.total.processed
 
     # Validation
 
     def on_validation_epoch_start(self) -> None:
-        """Starts the sums anew. No buffer: precision=bf16-true would round it, and other ranks overwrite it."""
+        """Resets the sums. They are not a buffer, which precision=bf16-true would round and DDP would synchronize."""
         exact = torch.float32 if self.device.type == "mps" else torch.float64  # mps has no float64
         self.val_sums = torch.zeros(3, dtype=exact, device=self.device)  # nats, tokens, bytes
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Adds up a batch of (B, T) inputs and targets; a target of IGNORE does not count."""
+        """Adds the loss of a batch of (B, T) inputs and targets to the sums; targets equal to IGNORE are left out."""
         inputs, targets = batch
         logits = self.network(inputs).float()  # (B, T, vocab_size)
         nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORE)
@@ -127,78 +111,61 @@ class GPTLightning(pl.LightningModule):
         self.val_sums += torch.stack([nats, counts.sum(), num_bytes]).to(self.val_sums.dtype)
 
     def on_validation_epoch_end(self) -> None:
-        """Nats per token and bits per byte over the validation tokens of all ranks; logged if in training."""
+        """Computes nats per token and bits per byte over the tokens of all ranks, and logs them during training."""
         nats, tokens, num_bytes = self.trainer.strategy.reduce(self.val_sums, reduce_op="sum").tolist()
         bits_per_byte = nats / num_bytes / math.log(2)
         self.validation = {"nats_per_token": nats / tokens, "bits_per_byte": bits_per_byte, "tokens": int(tokens)}
         if self.trainer.state.fn == "fit":
             if not math.isfinite(nats):
-                check_finite_weights(self)  # the last step spoilt them: before they go into a checkpoint
+                check_finite_weights(self)  # names the step, and keeps the weights out of a checkpoint
                 raise divergence_error("validation loss", nats / tokens, self.global_step, self.optimizer_config)
             values = {
                 "val/loss": self.validation["nats_per_token"],
                 "val/bits_per_byte": self.validation["bits_per_byte"],
             }
-            for logger in self.trainer.loggers:  # self.log would write one step too early
+            for logger in self.trainer.loggers:  # self.log would log the step before
                 logger.log_metrics(values, self.global_step)
 
     # Optimizer
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """One optimizer, at its peak learning rates."""
+    def configure_optimizers(self) -> dict[str, Any]:
+        """The optimizer, and the schedule that its learning rates follow at every step."""
         optimizer = build_optimizer(self.network, self.optimizer_config)
-        self.peak_lrs = [group["lr"] for group in optimizer.param_groups]
-        self._settings = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
-        return optimizer
+        scheduler = WarmupStableDecay(optimizer, self.optimizer_config, partial(run_progress, self.trainer))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        """For a resumed run, which got its state back: the optimizer's settings are the config's; it may be over."""
-        for group, settings in zip(self.optimizers().param_groups, self._settings, strict=True):
-            group.update(settings)
-        self._follow_progress()
-        self._set_learning_rates()
+        """A resumed run has its state only now: its learning rates follow from it, and it may be at its end."""
+        self.lr_schedulers().step()
+        self._stop_if_done()
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer, optimizer_closure=None) -> None:
-        """The step, and then the gradients go: Lightning would hold their memory until the next backward pass."""
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        optimizer.zero_grad()
-
-    def optimizer_zero_grad(self, *args) -> None:
-        """Lightning's place for what `optimizer_step` has done."""
-
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
-        """Clips if `trainer.gradient_clip_val` says so: Lightning goes a longer way to find that it does not."""
-        if gradient_clip_val:
-            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+    def lr_scheduler_step(self, scheduler: LRScheduler, metric: Any) -> None:
+        """Does nothing: Lightning calls it before the timer has seen the step, `on_train_batch_end` after that."""
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
-        """Adds all it takes to sample. Raises UserError where the weights are no numbers."""
+        """Adds what sampling needs. Raises UserError if a weight is not finite."""
         check_finite_weights(self)
         checkpoint["gpt"] = checkpoint_metadata(self.network.config, self.tokenizer, self.global_step, self.validation)
 
 
-# In every step Lightning has Python inspect this method's parameters, which finds them here at once.
-GPTLightning.training_step.__signature__ = inspect.signature(GPTLightning.training_step)
-
-
 def divergence_error(what: str, value: float | str, step: int | str, config: OptimizerConfig) -> UserError:
-    """The error that stops a run where something is no number."""
+    """The error for a loss or gradient that is not finite, with what to change."""
     rates = [f"optimizer.{key}" for key in OPTIMIZERS[config.name].learning_rates if getattr(config, key) is not None]
     return UserError(
-        f"The {what} is {value} at step {step}, so training stopped; checkpoints written before are good. "
+        f"The {what} is {value} at step {step}, so training stopped; earlier checkpoints are good. "
         f"Lower the learning rate ({', '.join(rates)}), set trainer.gradient_clip_val=1.0, or use "
         "trainer.precision=32-true."
     )
 
 
 def check_finite_weights(module: GPTLightning) -> None:
-    """Raises UserError for weights that are no numbers: a gradient was none.
+    """Raises UserError if a weight is not finite, because a gradient was not.
 
-    Looked for where it costs nothing a step: before weights are saved, and where a loss is no number. The loss shows
-    it one step later; that of a row of an embedding only once the row's token comes again.
+    Checked before weights are saved and after a loss that is not finite, not in every step. The loss shows it one step
+    after the gradient; for a row of an embedding, only when its token occurs again.
     """
-    spoilt = [name for name, weight in module.network.named_parameters() if not weight.isfinite().all()]
-    if spoilt:
-        exact = [name for name in spoilt if not name.endswith("embedding.weight")]
+    not_finite = [name for name, weight in module.network.named_parameters() if not weight.isfinite().all()]
+    if not_finite:
+        exact = [name for name in not_finite if not name.endswith("embedding.weight")]
         step = f"{module.global_step - 1}" + ("" if exact else " or before")
-        raise divergence_error(f"gradient of {(exact or spoilt)[0]}", "no finite number", step, module.optimizer_config)
+        raise divergence_error(f"gradient of {(exact or not_finite)[0]}", "not finite", step, module.optimizer_config)

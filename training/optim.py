@@ -1,7 +1,7 @@
-"""Optimizers by name, and the learning-rate schedule that all of them follow.
+"""Optimizers by name. Their learning rates follow training/lr_scheduler.py.
 
-To add an optimizer: one function here, one file in configs/optimizer/ (docs/extending.md). Its name is checked before
-torch is imported, which takes seconds; so functions here import what they need themselves.
+To add an optimizer, write one function here and one file in configs/optimizer/ (docs/extending.md). This module does
+not import torch, which takes seconds, so that a wrong name is answered at once; its functions import what they need.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Build = Callable[["nn.Module", "OptimizerConfig"], "torch.optim.Optimizer"]
 
 @dataclass(frozen=True)
 class RegisteredOptimizer:
-    """What the rest of a run needs to know of an optimizer."""
+    """An optimizer as the rest of a run sees it."""
 
     build: Build
     learning_rates: tuple[str, ...]
-    """Its keys of OptimizerConfig that are learning rates: what to lower when a loss diverges."""
+    """Which fields of OptimizerConfig are its learning rates; the error for a diverging loss names them."""
     scaled_by_budget: bool
-    """Whether the recipes of training/budget.py scale them: those were measured with this optimizer."""
+    """Whether the recipes of training/budget.py, which were measured with Muon, scale its learning rates."""
 
 
 OPTIMIZERS: dict[str, RegisteredOptimizer] = {}  # by the value of optimizer.name
@@ -36,9 +36,10 @@ OPTIMIZERS: dict[str, RegisteredOptimizer] = {}  # by the value of optimizer.nam
 def optimizer(
     learning_rates: tuple[str, ...] = ("lr", "embedding_lr"), scaled_by_budget: bool = False
 ) -> Callable[[Build], Build]:
-    """Registers a function (network, config) -> torch.optim.Optimizer by its name. The arguments: RegisteredOptimizer.
+    """Decorator: registers a function (network, config) -> torch.optim.Optimizer under its name.
 
-    The optimizer starts at its peak learning rates; each of its groups has a "name", for the curve `lr/NAME`.
+    The function sets peak learning rates, and gives each parameter group a "name" for its learning-rate curve. For the
+    arguments see RegisteredOptimizer.
     """
 
     def register(build: Build) -> Build:
@@ -49,7 +50,7 @@ def optimizer(
 
 
 def build_optimizer(network: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer of this config for all weights of a GPT, at its peak learning rates."""
+    """Builds the optimizer of this config for all weights of a GPT, at its peak learning rates."""
     return OPTIMIZERS[config.name].build(network, config)
 
 
@@ -63,7 +64,7 @@ def adamw(network: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
 def muon(network: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Muon (training/muon.py) for the matrices inside blocks, AdamW for the rest.
 
-    Embeddings and the output layer stay with AdamW: their rows are tokens, each of which has few updates of its own.
+    AdamW also updates the embeddings and the output layer: their rows belong to tokens, most of which are rare.
     """
     matrices = [p for p in network.blocks.parameters() if p.ndim == 2]
     group = {
@@ -80,17 +81,17 @@ def muon(network: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
 def _muon_adamw(network: nn.Module, groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
     from training.muon import MuonAdamW
 
-    # On CPU the default AdamW is a Python loop over parameters; the fused one is a single kernel.
+    # On a CPU, the default AdamW is a Python loop over the parameters; the fused one is a single kernel.
     fused = all(p.device.type in ("cpu", "cuda", "mps") for p in network.parameters())
     return MuonAdamW(groups, betas=(config.beta1, config.beta2), fused=fused)
 
 
 def param_groups(network: nn.Module, config: OptimizerConfig, name: str, without: Iterable[Tensor] = ()) -> list[dict]:
-    """A GPT's weights as the groups that torch.optim takes: decay only on matrices, a rate of their own for embeddings.
+    """Parameter groups of a GPT: weight decay on matrices only, and a separate learning rate for embeddings.
 
     Args:
-        name: of the groups; that of embeddings with a rate of their own is "embeddings".
-        without: weights that are in another group.
+        name: name of the groups, except for "embeddings", which exists if `config.embedding_lr` is set.
+        without: weights to leave out, because another group has them.
     """
     tables = [network.token_embedding, network.bigram_embedding] if config.embedding_lr is not None else []
     embeddings = {table.weight for table in tables if table is not None} - {network.lm_head.weight}
@@ -105,20 +106,3 @@ def param_groups(network: nn.Module, config: OptimizerConfig, name: str, without
         {"params": vectors, "lr": config.lr, "weight_decay": 0.0, "name": name},
     ]
     return [group for group in groups if group["params"]]
-
-
-def warmup_stable_decay(progress: float, config: OptimizerConfig, progress_after: float | None = None) -> float:
-    """The learning rate as a share of its peak: up over `warmup_fraction`, level, down to 0 over `cooldown_fraction`.
-
-    Args:
-        progress: share of the run that is over before the step, 0 to 1.
-        progress_after: that after the step. Warm-up counts the step that it is for: so the first one learns, as the
-            last one does.
-    """
-    up = (
-        (progress if progress_after is None else progress_after) / config.warmup_fraction
-        if config.warmup_fraction
-        else 1.0
-    )
-    down = (1 - progress) / config.cooldown_fraction if config.cooldown_fraction else 1.0
-    return max(0.0, min(1.0, up, down))

@@ -32,7 +32,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from system.errors import UserError
 from system.streams import print_error, print_note
 from training import ranks
-from training.checkpointing import GracefulStop, StoppedBySignal
+from training.callbacks.graceful_stop import GracefulStop, StoppedBySignal
 
 _LOST = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe|store->get|TCPStore", re.I)
 _SECONDS_TO_END = 30.0  # that the others get after the first one is done
@@ -143,8 +143,7 @@ class Processes(_SubprocessScriptLauncher):
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         memory = ", which the system sends where memory is used up" if code == -signal.SIGKILL else ""
         return UserError(
-            f"the process of rank {rank} {how}{memory}. Checkpoints written before are whole; resume with: "
-            f"{resume_command}"
+            f"the process of rank {rank} {how}{memory}. Earlier checkpoints are complete; resume with: {resume_command}"
         )
 
     def end(self, seconds: float) -> None:
@@ -262,7 +261,7 @@ def _end_explained(others: Processes | None, resume_command: str) -> Iterator[No
             sys.exit(1)
         if others is None:
             raise UserError(
-                "another process of this run ended; its own lines say why. Checkpoints written before are whole; "
+                "another process of this run ended; its own lines say why. Earlier checkpoints are complete; "
                 f"resume with: {resume_command}"
             ) from error
         deadline = time.monotonic() + _SECONDS_TO_END

@@ -16,8 +16,8 @@ from lightning.pytorch import Trainer
 from checkpoint.checkpoint import NETWORK_PREFIX, network_weights
 from system.checks import COUNT, SECONDS, Is, Number, check
 from system.errors import UserError
-from training.callbacks import MetricsLogger
-from training.checkpointing import BestCheckpoint
+from training.callbacks.checkpoints import BestCheckpoint
+from training.callbacks.metrics_logger import MetricsLogger
 
 _VERSION = re.compile(r"[2-9]\d{0,3}(\.\d{1,4}){1,2}([.+]?[a-z]\w{0,30})?", re.ASCII)
 _FACTOR = Number(float, 0, 1e38)
@@ -33,7 +33,6 @@ RUN_STATE = {
         "Timer": {"time_elapsed": {"train": SECONDS}},
     },
     "optimizer_states": [{"state": {int: {str: object}}, "param_groups": [{"params": [COUNT]}]}],
-    "lr_schedulers": Is("an empty list", lambda v: v == []),
     "run": {
         "text": str,
         "budget": (SECONDS, NoneType),
@@ -88,7 +87,8 @@ def restorable_state(content: dict[str, Any], trainer: Trainer, optimizer: torch
     ours = {callback.state_key for callback in trainer.callbacks}
     scaler = {name: content[name] for name in ("MixedPrecision",) if name in content}
     return {
-        **{name: content[name] for name in ("epoch", "global_step", "pytorch-lightning_version", "lr_schedulers")},
+        **{name: content[name] for name in ("epoch", "global_step", "pytorch-lightning_version")},
+        "lr_schedulers": [],  # they follow from the progress of the run
         "state_dict": {NETWORK_PREFIX + name: weight for name, weight in network_weights(content).items()},
         "loops": {"fit_loop": fit_loop},
         "callbacks": {name: state for name, state in content["callbacks"].items() if name in ours},
@@ -121,7 +121,8 @@ def _optimizer_state(saved: dict[str, Any], optimizer: torch.optim.Optimizer, st
                     raise ValueError(f"optimizer_states.0.state.{index} has other keys than {', '.join(shapes)}")
         if len(saved["state"]) != sum(sizes[1]):
             raise ValueError(f"its optimizer has the state of {len(saved['state'])} weights, not of {sum(sizes[1])}")
-    return {"state": saved["state"], "param_groups": ours}
+    groups = [{**group, "initial_lr": group["lr"]} for group in ours]  # as the scheduler has noted it
+    return {"state": saved["state"], "param_groups": groups}
 
 
 def _state_of(weight: torch.Tensor, muon: bool) -> dict[str, Is]:

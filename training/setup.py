@@ -18,13 +18,19 @@ from system.errors import UserError
 from system.running_clock import running_seconds
 from training.budget import apply_recipe, full_validation_seconds, measured_speed, total_budget, training_time
 from training.budget_timer import BudgetTimer
-from training.callbacks import MetricsLogger, ProfilerReport, Progress, RunLogger, ValidationImages
-from training.checkpointing import AtomicCheckpointIO, BestCheckpoint, GracefulStop, LastCheckpoint
+from training.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
+from training.callbacks.graceful_stop import GracefulStop
+from training.callbacks.metrics_logger import MetricsLogger
+from training.callbacks.profiler_report import ProfilerReport
+from training.callbacks.progress_bar import RunProgressBar
+from training.callbacks.validation_images import ValidationImages
+from training.checkpointing import AtomicCheckpointIO
 from training.compile import maybe_compile
 from training.config import OptimizerConfig, RunConfig
 from training.datamodule import TextDataModule
 from training.initial_state import InitialState, use_network_of
 from training.lightning_module import GPTLightning
+from training.loggers import RunLogger
 from training.optim import build_optimizer
 from training.processes import Processes
 from training.progress import RunTimer
@@ -135,7 +141,7 @@ def build_run_trainer(run: Run, run_dir: Path, graceful_stop: GracefulStop) -> T
     checkpoints = run_dir / "checkpoints"
     callbacks = [
         run.metrics,
-        Progress(run.metrics, enabled=run.options.get("enable_progress_bar", True)),
+        RunProgressBar(run.metrics, enabled=run.options.get("enable_progress_bar", True)),
         ProfilerReport(),
         ValidationImages(run.data.val_passage(ValidationImages.PASSAGE_TOKENS).tolist()),
         graceful_stop,

@@ -20,7 +20,7 @@ from system.process import this_python
 from system.running_clock import running_seconds
 from system.text import pluralize
 from system.version import VERSION
-from training.checkpointing import saved_step
+from training.callbacks.checkpoints import saved_step
 from training.final_metrics import compute_final_metrics
 from training.run_dir import resume_command, tensorboard_command
 from training.setup import Run

@@ -4,7 +4,7 @@ import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
 from difflib import get_close_matches
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from data.batches import BatchLimits
@@ -21,6 +20,7 @@ from model import kernels
 from model.kernels.bfloat16 import BF16_MATMUL, bf16_matmul, has_bf16_units
 from system.checks import short
 from system.errors import UserError
+from training.lightning_overhead import reduce_overhead
 from training.processes import check_processes, cluster_environment, launched_devices
 from training.progress import NEVER, RunTimer, ValidationSchedule
 
@@ -54,8 +54,6 @@ REJECTED = {
     "model_registry": "Checkpoints are in the run directory.",
 }
 _SWITCHES = ("enable_progress_bar", "inference_mode", "detect_anomaly", "benchmark")
-_STEP_HOOKS = ("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward")
-_STEP_HOOKS += ("on_before_optimizer_step", "on_train_batch_end")
 _COUNTS = ("max_steps", "max_epochs", "min_steps", "min_epochs", "accumulate_grad_batches", "log_every_n_steps")
 
 
@@ -84,7 +82,6 @@ def build_trainer(
     if passed.get("precision") == BF16_MATMUL:
         del passed["precision"]
         ours["plugins"] = [*ours.get("plugins", []), BF16Matmul()]
-    passed.setdefault("profiler", NoProfiler())
     timer = timer or RunTimer(options.get("max_time"), options.get("min_steps"), options.get("min_epochs"))
     schedule = ValidationSchedule(num_validations, options.get("val_check_interval"))
     # Our schedule says when to validate, counting batches of the run: an interval may exceed an epoch.
@@ -99,30 +96,8 @@ def build_trainer(
         raise UserError(f"trainer: {reason}{also}") from error
     check_processes(trainer, options.get("strategy"))
     trainer._signal_connector.register_signal_handlers = lambda: None  # GracefulStop answers them
-    skip_empty_hooks(trainer)
+    reduce_overhead(trainer)
     return trainer
-
-
-def skip_empty_hooks(trainer: Trainer) -> None:
-    """Takes away the hooks of each step in which a callback does nothing: Lightning calls only what is callable.
-
-    It prepares some 50 such calls a step, which for a small network is a noticeable part of it.
-    """
-    for callback in trainer.callbacks:
-        for hook in _STEP_HOOKS:
-            # Asked of the callback and not of its class: Lightning's LambdaCallback has its hooks itself.
-            if getattr(getattr(callback, hook), "__func__", None) is getattr(Callback, hook):
-                setattr(callback, hook, None)
-
-
-class NoProfiler(PassThroughProfiler):
-    """Lightning's own way not to profile, at less cost: a step goes through it some sixty times."""
-
-    _nothing = nullcontext()
-
-    def profile(self, action_name: str) -> AbstractContextManager[None]:
-        """One context for all."""
-        return self._nothing
 
 
 class BF16Matmul(Precision):
