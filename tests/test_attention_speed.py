@@ -68,7 +68,7 @@ def test_ratios_are_those_of_the_device_and_only_a_cpu_has_promises(capsys):
     assert capsys.readouterr().out.count("promised") == 2
     assert attention_speed.speedups(ms, on_cuda=True) == {
         "flex_over_blocks_at_8192": 4.0,
-        "flex_over_fused_at_8192": 12.0,
+        "flex_over_sdpa_at_8192": 12.0,
         "sdpa_over_eager_at_4096": 10.0,
     }
     assert "promised" not in capsys.readouterr().out

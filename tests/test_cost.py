@@ -60,7 +60,7 @@ def eager(c: GPTConfig) -> GPT:
 
 
 @pytest.fixture
-def count(monkeypatch):
+def counted(monkeypatch):
     """PyTorch counts its own matrix products only, not those of oneDNN."""
     monkeypatch.setattr("model.kernels.onednn.onednn_is_faster", lambda: False)
 

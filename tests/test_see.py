@@ -75,7 +75,7 @@ def rows_of(table: str) -> list[tuple[int, str, float | None]]:
 
 
 @pytest.mark.parametrize(("layer", "head", "token"), [(0, 0, 0), (1, 0, 4), (0, 1, 9), (1, 1, 7)])
-def test_table_is_the_tensor_and_sums_to_one(shown, maps, layer, head, token):
+def test_table_is_the_tensor_and_sums_to_one(inspect, maps, layer, head, token):
     output, _ = inspect(f"prompt={TEXT}", f"layer={layer}", f"head={head}", f"token={token}")
     rows = rows_of(output)
     assert [index for index, _, _ in rows] == list(range(maps.shape[-1]))
@@ -85,7 +85,7 @@ def test_table_is_the_tensor_and_sums_to_one(shown, maps, layer, head, token):
     assert sum(weights[: token + 1]) == pytest.approx(1, abs=0.0005 * len(rows))
 
 
-def test_each_token_is_followed_by_its_strongest_links(shown, maps):
+def test_each_token_is_followed_by_its_strongest_links(inspect, maps):
     output, _ = inspect(f"prompt={TEXT}", "layer=1")
     for query, line in enumerate(output.splitlines()[2:]):
         links = [float(weight) for weight in re.findall(r"\d\.\d{3}", line)][1:]
@@ -120,14 +120,14 @@ def test_a_found_token_holds_the_last_byte_of_the_piece(tokens, data):
     assert piece.encode()[-1:] in tokens[see.find_token(piece, tokens)]
 
 
-def test_text_longer_than_the_context_is_cut_from_the_left_and_says_so(shown):
+def test_text_longer_than_the_context_is_cut_from_the_left_and_says_so(inspect):
     output, messages = inspect("prompt=" + "love and death " * 30 + "and night")
     assert re.search(r"the text has \d+ tokens; the model sees the last 16", messages)
     rows = rows_of(output)
     assert len(rows) == 16 and "".join(token for _, token, _ in rows).endswith("·and·night")
 
 
-def test_an_untrained_network_needs_no_run(shown):
+def test_an_untrained_network_needs_no_run(inspect):
     output, messages = inspect("untrained=true", "prompt=Orange is my favorite fruit", "runs_dir=/nowhere")
     assert messages.startswith("untrained: 2 layers, 4 heads")
     assert len(rows_of(output)) == len("Orange is my favorite fruit")
@@ -139,7 +139,7 @@ def test_an_untrained_network_needs_no_run(shown):
 # The pictures
 
 
-def test_picture_is_a_png_that_decodes_to_the_colours_of_the_weights(shown, maps, tmp_path):
+def test_picture_is_a_png_that_decodes_to_the_colours_of_the_weights(inspect, maps, tmp_path):
     path = tmp_path / "a=b, maps.png"
     inspect(f"prompt={TEXT}", f"png={path}")
     with Image.open(path) as image:
@@ -280,7 +280,7 @@ def test_no_trained_run_is_said_in_one_line(tmp_path, capsys):
     assert "no trained run" in capsys.readouterr().err
 
 
-def test_text_comes_from_standard_input_too(shown, monkeypatch):
+def test_text_comes_from_standard_input_too(inspect, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("été, a=b".encode())))
     assert inspect("prompt_file=-", "token=a=b")[0].startswith("layer 0, head 0")
 
