@@ -45,7 +45,7 @@ def main(config: RunConfig) -> None:
     check_early(config)
 
     with deferred_imports():
-        from system.allocator import disable_malloc_trim
+        from system.memory import disable_malloc_trim
         from training.callbacks.graceful_stop import GracefulStop
         from training.error_context import explain_out_of_memory, explain_write_errors
         from training.initial_state import load_initial_state

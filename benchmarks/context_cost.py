@@ -27,9 +27,9 @@ from model.config import GPTConfig
 from model.flops import IMPLEMENTATIONS, attention_flops, crossing_by_flops, saved_bytes, score_matrix_bytes, step_flops
 from model.layers import Linear
 from sample import pick_device
-from system.allocator import disable_malloc_trim
 from system.errors import UserError
 from system.files import check_suffix
+from system.memory import disable_malloc_trim
 from system.text import pluralize
 from training.config import OptimizerConfig
 

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback
 
 from model.gpt import GPT
-from system.allocator import disable_malloc_trim
+from system.memory import disable_malloc_trim
 from training.callbacks.checkpoints import LastCheckpoint
 from training.callbacks.graceful_stop import GracefulStop
 from training.callbacks.metrics_logger import MetricsLogger

@@ -26,7 +26,7 @@ from configs.entry_point import entry_point
 from configs.schema import KernelsConfig
 from model import kernels, layers
 from model.kernels.bfloat16 import BF16_MATMUL
-from system.allocator import disable_malloc_trim
+from system.memory import disable_malloc_trim
 from system.text import pluralize
 
 WARMUP_STEPS = 3

@@ -38,7 +38,7 @@ from model.kernels.bfloat16 import BF16_MATMUL, has_bf16_units, matmul_precision
 from model.kernels.cross_entropy import CHUNK_ROWS
 from model.kernels.onednn import onednn_is_faster, prefer_onednn, raw_onednn_product
 from model.layers import Linear
-from system.allocator import disable_malloc_trim
+from system.memory import disable_malloc_trim
 from system.text import pluralize
 from training.config import OptimizerConfig
 from training.optim import build_optimizer

@@ -31,7 +31,7 @@ def train_default_steps() -> None:
 
     from model.gpt import GPT
     from model.kernels.bfloat16 import matmul_precision
-    from system.allocator import disable_malloc_trim
+    from system.memory import disable_malloc_trim
     from training.budget import REFERENCE, REFERENCE_BATCH
     from training.config import OptimizerConfig
     from training.optim import build_optimizer

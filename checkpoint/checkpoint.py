@@ -19,7 +19,7 @@ from data.tokenizer import deserialize, serialize
 from model.config import RENAMED_FIELDS, GPTConfig
 from model.flops import min_parameters
 from model.gpt import GPT
-from system.checks import COUNT, Number, check, short
+from system.checks import COUNT, Bounded, check, short_repr
 from system.errors import UserError
 from system.text import pluralize
 
@@ -32,7 +32,7 @@ READABLE_FORMATS = (
 )  # in 1 the weights of lm_head are called output; in 2 fields of GPTConfig have other names
 NETWORK_PREFIX = "network."  # GPTLightning keeps the GPT under this name
 MAX_TENSORS_PER_LAYER = 4  # at least: of attention and MLP two matrices each
-_FIGURE = Number(float, 0, 1e9, or_nan=True)  # nan: before the first validation
+_FIGURE = Bounded(float, 0, 1e9, allow_nan=True)  # nan: before the first validation
 _ENTRY = {
     "model": {str: object},  # GPTConfig checks each
     "tokenizer": {str: object},  # and so does deserialize
@@ -177,8 +177,8 @@ def check_format(entry: dict[str, Any], path: Path) -> None:
     written = entry.get("format", 1)
     if type(written) is not int or written not in READABLE_FORMATS:
         raise UserError(
-            f"{path} has format {short(written)}, but this version of the project reads formats up to {FORMAT}. Use "
-            "the version that wrote it, or another checkpoint."
+            f"{path} has format {short_repr(written)}, but this version of the project reads formats up to {FORMAT}. "
+            "Use the version that wrote it, or another checkpoint."
         )
 
 
@@ -192,7 +192,7 @@ def check_same_network(
     """
     theirs, ours = asdict(saved), asdict(config)
     differ = [
-        f"model.{name} is {short(ours[name])}, in the checkpoint {short(theirs[name])}"
+        f"model.{name} is {short_repr(ours[name])}, in the checkpoint {short_repr(theirs[name])}"
         for name in ours
         if name not in NOT_IN_WEIGHTS and ours[name] != theirs[name]
     ]

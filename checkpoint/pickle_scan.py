@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from system.checks import short
+from system.checks import short_repr
 from system.errors import UserError
 
 _ENTRY = re.compile(
@@ -96,9 +96,9 @@ def _checked_sizes(archive: zipfile.ZipFile) -> dict[str, int]:
     for entry in entries:
         match = _ENTRY.fullmatch(entry.filename)
         if not match:
-            raise Refused(f"it holds {short(entry.filename)}")
+            raise Refused(f"it holds {short_repr(entry.filename)}")
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size or entry.flag_bits & 1:
-            raise Refused(f"{short(entry.filename)} in it is packed")
+            raise Refused(f"{short_repr(entry.filename)} in it is packed")
         folders.add(match[1])
         if match[3]:
             sizes[match[3]] = entry.file_size
@@ -107,7 +107,7 @@ def _checked_sizes(archive: zipfile.ZipFile) -> dict[str, int]:
     if sum(entry.file_size for entry in entries) > archive.fp.seek(0, 2):
         raise Refused("its entries overlap")
     if (damaged := archive.testzip()) is not None:  # reads all of it
-        raise Refused(f"the checksum of {short(damaged)} in it is another")
+        raise Refused(f"the checksum of {short_repr(damaged)} in it is another")
     return sizes
 
 
@@ -214,7 +214,7 @@ def _measure_data(
     if key not in sizes:
         raise Refused("a tensor's data are not in it")
     if count < 0 or count * bytes_a_number != sizes[key]:
-        raise Refused(f"a tensor claims {short(count)} numbers, the file has {sizes[key]:,} bytes of them")
+        raise Refused(f"a tensor claims {short_repr(count)} numbers, the file has {sizes[key]:,} bytes of them")
     return _StubTensor(count, bytes_a_number)
 
 
@@ -267,5 +267,5 @@ _KNOWN = {
 def _known(module: str, name: str) -> Any:
     """What stands for the few names that may occur."""
     if f"{module}.{name}" not in _KNOWN:
-        raise Refused(f"it asks for {short(f'{module}.{name}')}, which is no plain value")
+        raise Refused(f"it asks for {short_repr(f'{module}.{name}')}, which is no plain value")
     return _KNOWN[f"{module}.{name}"]

@@ -28,7 +28,7 @@ from system.interrupts import is_keyboard_interrupt
 from system.memory import is_out_of_memory
 from system.streams import handle_broken_pipe, print_error
 from training.config import RENAMED_KEYS, RunConfig, SweepJob, keys_of
-from training.ranks import is_child_process, is_repeated_error, launcher
+from training.ranks import is_child_process, is_duplicate_error, launcher
 from training.run_dir import remove
 
 CONFIG_DIR = Path(__file__).resolve().parent
@@ -37,7 +37,7 @@ HYDRA_KEYS = ("hydra.mode", "hydra.sweeper", "hydra/sweeper", "hydra.launcher", 
 # Hydra's flags that read a file which names what to run: a pickle, or YAML with _target_.
 REJECTED_FLAGS = ("config_name", "config_path", "config_dir", "experimental_rerun")
 # What takes a program's memory.
-MEMORY_KEYS = {
+OUT_OF_MEMORY_HINTS = {
     "train": "data.batch_size, model.context_length, model.num_layers or model.d_model",
     "sample": "num_samples, or give a shorter prompt",
     "see": "the length of the text; of an untrained model also model.context_length or model.d_model",
@@ -64,7 +64,7 @@ def run(task: Callable[[Any], None], config_name: str) -> None:
         if not is_child_process():  # which passes on what this line made of the arguments
             many = bool({"-m", "--multirun"} & set(sys.argv))
             literal = [quote_literal(argument, config_name, many) for argument in sys.argv[1:]]
-            sys.argv[1:] = flags_first(literal, config_name)
+            sys.argv[1:] = move_flags_first(literal, config_name)
             schema.register(only_shown=shows_config(sys.argv[1:]))
 
         composed: list[DictConfig] = []  # empty: an error is one of composing the config
@@ -118,7 +118,7 @@ class Sweep:
         """One line for each thing that was wrong; a sweep without a run that trained leaves nothing."""
         for message, runs in self.failed.items():
             which = "" if len(runs) == self._num_runs else f"{'; '.join(runs)}: "
-            if not is_repeated_error():
+            if not is_duplicate_error():
                 print_error(f"{which}{message}")
         if self.failed and not any(path.is_dir() for path in self._directory.iterdir()):
             remove(self._directory)
@@ -150,10 +150,10 @@ def run_config(config: DictConfig) -> RunConfig:
             raise UserError("resume goes on with one run, so there is nothing to sweep over. Leave out -m.")
     overrides = tuple(hydra_config.overrides.task)
     config, resumed = merge_saved_config(config, keys_of(overrides))
-    return to_typed_config(config, "train", overrides, sweep_job=sweep_job, resumed=resumed)
+    return typed_config(config, "train", overrides, sweep_job=sweep_job, resumed=resumed)
 
 
-def to_typed_config(config: DictConfig, config_name: str, overrides: Sequence[str], **derived: Any) -> Any:
+def typed_config(config: DictConfig, config_name: str, overrides: Sequence[str], **derived: Any) -> Any:
     """The composed config as the frozen dataclass that a program takes. Raises UserError for values that cannot work.
 
     Args:
@@ -189,7 +189,7 @@ def compose(config_name: str, overrides: list[str]) -> Any:
             raise UserError(format_hydra_error(error, config_name)) from error
         check_keys(config, config_name)
         resolve_paths(config)
-        return to_typed_config(config, config_name, overrides)
+        return typed_config(config, config_name, overrides)
 
 
 def resolve_paths(config: DictConfig) -> None:
@@ -207,8 +207,8 @@ def resolve_paths(config: DictConfig) -> None:
             except (FileNotFoundError, NotADirectoryError):
                 pass
             except (OSError, ValueError) as error:  # too long, not permitted; a NUL
-                long = f"a text of {len(value):,} characters ({quoted(value, 40)})"
-                what = long if len(value) > 255 else quoted(value)
+                long = f"a text of {len(value):,} characters ({abbreviated_repr(value, 40)})"
+                what = long if len(value) > 255 else abbreviated_repr(value)
                 reason = getattr(error, "strerror", None) or error
                 raise UserError(f"{key} is {what}, but must be a path that can be looked up: {reason}.") from error
         if expanded != value:
@@ -218,10 +218,10 @@ def resolve_paths(config: DictConfig) -> None:
 def check_no_arguments(arguments: list[str]) -> None:
     """Raises UserError where there are any, for a program without settings."""
     if arguments:
-        raise UserError(f"{quoted(arguments[0])} is given, but this program has no settings. Leave it out.")
+        raise UserError(f"{abbreviated_repr(arguments[0])} is given, but this program has no settings. Leave it out.")
 
 
-def flags_first(arguments: list[str], config_name: str) -> list[str]:
+def move_flags_first(arguments: list[str], config_name: str) -> list[str]:
     """Hydra's flags before the settings: it would not take a setting after a flag. Raises UserError for others."""
     from hydra._internal.utils import get_args_parser
 
@@ -298,7 +298,7 @@ def exit_on_user_error(config_name: str | None) -> Iterator[None]:
         message = error_line(error, config_name)
         if message is None:
             raise
-        if not is_repeated_error():
+        if not is_duplicate_error():
             print_error(message)
         sys.exit(2)
 
@@ -310,13 +310,15 @@ def error_line(error: Exception, config_name: str | None) -> str | None:
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return format_hydra_error(error, config_name or "train")
     if is_out_of_memory(error):
-        return f"out of memory. Lower {MEMORY_KEYS.get(config_name, 'what is asked for')}, or end other programs."
+        return (
+            f"out of memory. Lower {OUT_OF_MEMORY_HINTS.get(config_name, 'what is asked for')}, or end other programs."
+        )
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{quoted(error.filename)} cannot be read or written: {error.strerror}. Give another path."
+        return f"{abbreviated_repr(error.filename)} cannot be read or written: {error.strerror}. Give another path."
     return None
 
 
-def quoted(value: object, most: int = 100) -> str:
+def abbreviated_repr(value: object, most: int = 100) -> str:
     """A value as an error line names it: in quotes, and its middle left out where it is long."""
     text = repr(os.fsdecode(value) if isinstance(value, (bytes, os.PathLike)) else value)
     return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 4 :]}"

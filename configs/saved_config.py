@@ -12,13 +12,13 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from system.checks import short
+from system.checks import short_repr
 from system.errors import UserError
 from system.files import atomic_write
 from training.config import RENAMED_KEYS, Resumed, RunConfig
 from training.resume import check_unfinished, find_run, is_fixed
 
-_NOT_THE_RUNS = ("resume", "runs_dir")
+_INVOCATION_KEYS = ("resume", "runs_dir")
 _CONFIG_BYTES = 1 << 16  # ours has two thousand
 _CONFIG_DEPTH = 16  # ours has two
 _TEXT_CHARS = 4096  # of a value: the longest path
@@ -117,9 +117,9 @@ def _wrong_values(node: Any) -> Iterator[str]:
     elif isinstance(node, str) and len(node) > _TEXT_CHARS:
         yield f"a text of {len(node):,} characters"
     elif isinstance(node, int) and node.bit_length() > 63:
-        yield short(node)
+        yield short_repr(node)
     elif isinstance(node, str) and re.search(r"(?<!\\)(\\\\)*\$\{", node):
-        yield f"{short(node)}, which would be computed"
+        yield f"{short_repr(node)}, which would be computed"
 
 
 def _with_changes(
@@ -163,11 +163,11 @@ def _changed_keys(config: DictConfig, overridden_keys: Collection[str]) -> list[
         if key == "experiment":
             raise UserError("experiment can't be chosen for a run that is resumed. Give the keys to change.")
         node = OmegaConf.select(config, key)
-        if key in _NOT_THE_RUNS or key.startswith("hydra"):
+        if key in _INVOCATION_KEYS or key.startswith("hydra"):
             continue
         keys += [f"{key}.{name}" for name in node] if isinstance(node, DictConfig) else [key]
     return keys
 
 
 def _shown(value: Any) -> str:
-    return "null" if value is None else value if isinstance(value, str) and len(value) < 80 else short(value)
+    return "null" if value is None else value if isinstance(value, str) and len(value) < 80 else short_repr(value)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from data.tokenizers import TOKENIZERS
-from system.checks import check_fields, short
+from system.checks import check_fields, short_repr
 from system.errors import UserError
 
 MAX_VOCAB_SIZE = 1_000_000
@@ -33,10 +33,10 @@ class DataConfig:
         for name, default in (("corpus", "Shakespeare"), ("cache_dir", ".cache")):
             value = getattr(self, name)
             if not isinstance(value, str | None) or value == "":
-                raise UserError(f"data.{name} is {short(value)}; it must be a path, or null for {default}.")
+                raise UserError(f"data.{name} is {short_repr(value)}; it must be a path, or null for {default}.")
         fraction = self.val_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < 1:
-            raise UserError(f"data.val_fraction is {short(fraction)}; it must lie between 0 and 1, e.g. 0.1.")
+            raise UserError(f"data.val_fraction is {short_repr(fraction)}; it must lie between 0 and 1, e.g. 0.1.")
         check_at_least(1, "data.batch_size", self.batch_size, most=MAX_BATCH_SIZE)
         if self.val_tokens is not None:
             check_at_least(1, "data.val_tokens", self.val_tokens)
@@ -56,12 +56,12 @@ class TokenizerConfig:
     def __post_init__(self):
         check_fields(self, "tokenizer")
         if self.kind not in TOKENIZERS:
-            raise UserError(f"tokenizer.kind is {short(self.kind)}; it must be one of {', '.join(TOKENIZERS)}.")
+            raise UserError(f"tokenizer.kind is {short_repr(self.kind)}; it must be one of {', '.join(TOKENIZERS)}.")
         size = self.vocab_size
         learned = TOKENIZERS[self.kind].learned
         if learned and size is not None and not (type(size) is int and 257 <= size <= MAX_VOCAB_SIZE):
             raise UserError(
-                f"tokenizer.vocab_size is {short(size)}; {self.kind} takes a whole number from 257 to "
+                f"tokenizer.vocab_size is {short_repr(size)}; {self.kind} takes a whole number from 257 to "
                 f"{MAX_VOCAB_SIZE}, and tokenizer=byte has 256."
             )
 
@@ -70,4 +70,4 @@ def check_at_least(least: int, name: str, value: object, most: float = math.inf)
     """Raises UserError unless the value is a whole number of at least `least`, and at most `most`."""
     if type(value) is not int or not least <= value <= most:
         bound = f" and at most {most:,}" if most < math.inf else ""
-        raise UserError(f"{name} is {short(value)}; it must be a whole number of at least {least}{bound}.")
+        raise UserError(f"{name} is {short_repr(value)}; it must be a whole number of at least {least}{bound}.")

@@ -16,7 +16,7 @@ import tiktoken.load
 from data.config import TokenizerConfig
 from data.corpus import Split
 from data.tokenizers import TOKENIZERS
-from system.checks import Number, check
+from system.checks import Bounded, check
 from system.errors import UserError
 
 SEGMENT_CHARS = 4096  # one call of tiktoken gets no more: long runs of one character make it panic or crawl
@@ -162,7 +162,7 @@ def deserialize(plain: dict) -> tiktoken.Encoding:
         check(plain, {"name": str, "pattern": str, "merges": str, "special_tokens": [[object]]}, "tokenizer")
         name, pattern, ranks = plain["name"], plain["pattern"], parse_merges(plain["merges"])
         special_tokens = {token: token_id for token, token_id in plain["special_tokens"]}
-        check(special_tokens, {str: Number(int, 0, MAX_ID)}, "special_tokens")
+        check(special_tokens, {str: Bounded(int, 0, MAX_ID)}, "special_tokens")
         if not name.isprintable() or len(name) > MAX_NAME_CHARS:  # it is shown
             raise ValueError(f"its name has control characters, or more than {MAX_NAME_CHARS}")
         if len(pattern) > MAX_PATTERN_CHARS:

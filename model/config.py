@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields
 
 from model.activations import ACTIVATIONS
-from system.checks import check_fields, short
+from system.checks import check_fields, short_repr
 from system.errors import UserError
 
 LARGEST = 1 << 24  # of any of a network's sizes: beyond it not even the messages come in time
@@ -104,23 +104,25 @@ class GPTConfig:
             value = getattr(self, field.name)
             if type(value) is int and field.type in (int, int | None) and not 1 <= value <= LARGEST:
                 bound = "at least 1" if value < 1 else f"at most {LARGEST:,}"
-                raise UserError(f"model.{field.name} is {short(value)}, but must be {bound}.")
+                raise UserError(f"model.{field.name} is {short_repr(value)}, but must be {bound}.")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
-                raise UserError(f"model.{name} is {short(value)}, but must be one of {', '.join(choices)}.")
+                raise UserError(f"model.{name} is {short_repr(value)}, but must be one of {', '.join(choices)}.")
         if not self.window_pattern or set(self.window_pattern) - set("SL"):
             raise UserError(
-                f"model.window_pattern is {short(self.window_pattern)}, but must be letters S (short: "
+                f"model.window_pattern is {short_repr(self.window_pattern)}, but must be letters S (short: "
                 "model.sliding_window) and L (long: all tokens), such as SSSL."
             )
         for name in ("dropout", "bigram_dropout"):
             if not 0 <= getattr(self, name) < 1:
-                raise UserError(f"model.{name} is {short(getattr(self, name))}, but must be at least 0 and below 1.")
+                raise UserError(
+                    f"model.{name} is {short_repr(getattr(self, name))}, but must be at least 0 and below 1."
+                )
         for name in ("norm_eps", "rope_base", "logit_soft_cap"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
-                raise UserError(f"model.{name} is {short(value)}, but must be a positive number.")
+                raise UserError(f"model.{name} is {short_repr(value)}, but must be a positive number.")
         if self.positions == "rope" and self.d_model % 2:
             raise UserError(f"model.positions=rope rotates pairs, but d_model {self.d_model} is odd. Use an even one.")
         check_heads(self.d_model, self.num_heads, self.kv_heads, even=self.positions == "rope")

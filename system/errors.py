@@ -1,5 +1,5 @@
-"""The one exception of the project."""
+"""The exception for mistakes that the user can fix."""
 
 
 class UserError(Exception):
-    """Something the user can mend: one line with the value, what was expected and how to mend it."""
+    """An error that the user can fix. The message is one line: the value, what was expected, and how to fix it."""

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, whenever the process is killed or the disk is full."""
+"""Atomic file writes, and paths and prompts given on the command line."""
 
 import os
 import secrets
@@ -10,20 +10,20 @@ from typing import BinaryIO
 
 from system.errors import UserError
 
-PROMPT_BYTES = 64 << 20
+MAX_PROMPT_BYTES = 64 << 20
 
 
 @contextmanager
 def atomic_write(path: Path, temporary: Path | None = None, previous: Path | None = None) -> Iterator[BinaryIO]:
-    """A file to write into, which takes the name `path` once all of it is on the disk; where that fails, it is gone.
+    """Writes a file that is either complete or absent, even if the process is killed or the disk is full.
 
     Args:
-        temporary: its name until then, in the same directory. What a kill leaves there, the next one writes over.
-            None: a name of its own, so that two processes can write `path` at once.
-        previous: where the file before goes; None: it is replaced.
+        temporary: name of the file while it is written, in the same directory. A file left there by a killed process is
+            overwritten. None: a unique name, so that two processes can write `path` at the same time.
+        previous: where to move an existing file; None: it is replaced.
 
     Raises:
-        OSError: it cannot be written; the error names `path`, and the file before is as it was.
+        OSError: the file cannot be written. The error names `path`, and an existing file is unchanged.
     """
     temporary = temporary or path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
@@ -39,21 +39,21 @@ def atomic_write(path: Path, temporary: Path | None = None, previous: Path | Non
         error.filename = str(path)
         raise
     finally:
-        with suppress(OSError):  # it has its name by now, or was never there
+        with suppress(OSError):  # already renamed, or never created
             temporary.unlink()
 
 
 def write_output(path: Path, content: bytes) -> None:
-    """Writes a file that the user asked for, whole or not at all. Raises UserError where that cannot be done."""
+    """Writes a file that the user asked for, atomically. Raises UserError if it cannot be written."""
     try:
         with atomic_write(path) as file:
             file.write(content)
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}. Give another file.") from None
+        raise UserError(f"{path} cannot be written: {error.strerror or error}. Give another file name.") from None
 
 
 def _sync_directory(path: Path) -> None:
-    """Makes the new name last through a power failure, where directories can be opened."""
+    """Makes a rename survive a power failure, on systems where directories can be opened."""
     if os.name == "posix":
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -63,29 +63,29 @@ def _sync_directory(path: Path) -> None:
 
 
 def expand_user(path: str) -> str:
-    """The path with a leading ~ or ~name as a shell would read it. Raises UserError where nobody has that name."""
+    """Expands a leading ~ or ~name as a shell does. Raises UserError if there is no user of that name."""
     expanded = os.path.expanduser(path)
     if expanded.startswith("~") and not os.path.lexists(path):
-        raise UserError(f"{path.partition('/')[0]!r} is nobody's home directory here. Give the whole path.")
+        raise UserError(f"{path.partition('/')[0]!r} is not a home directory on this machine. Give the full path.")
     return expanded
 
 
 def relative(path: Path) -> Path:
-    """The path, from the working directory if it lies below it."""
+    """The path relative to the working directory if it is inside it, else unchanged."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
-    """The prompt's text: given, from a file, or from standard input. Raises UserError."""
+    """The text of the prompt: as given, from a file, or (`-`) from standard input. Raises UserError."""
     if prompt is not None and prompt_file is not None:
         raise UserError("prompt and prompt_file are both given. Leave one out.")
     if prompt_file is None:
         return prompt or ""
     try:
         with nullcontext(sys.stdin.buffer) if prompt_file == "-" else open(prompt_file, "rb") as file:
-            content = file.read(PROMPT_BYTES + 1)
-        if len(content) > PROMPT_BYTES:
-            raise UserError(f"prompt_file {prompt_file} has more than {PROMPT_BYTES >> 20} MB. Give a shorter text.")
+            content = file.read(MAX_PROMPT_BYTES + 1)
+        if len(content) > MAX_PROMPT_BYTES:
+            raise UserError(f"prompt_file {prompt_file} has over {MAX_PROMPT_BYTES >> 20} MB. Give a shorter text.")
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
@@ -93,11 +93,11 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
         ) from error
     except OSError as error:
         raise UserError(
-            f"prompt_file {prompt_file} cannot be read: {error.strerror}. Give a text file, or - ."
+            f"prompt_file {prompt_file} cannot be read: {error.strerror}. Give a text file, or - for standard input."
         ) from error
 
 
 def check_suffix(key: str, path: str | None, suffix: str) -> None:
-    """Raises UserError for a path, if there is one, whose name does not say what is going to be in the file."""
+    """Raises UserError if a path is given and does not end in the suffix."""
     if path is not None and not path.endswith(suffix):
         raise UserError(f"{key} is {path!r}, but must end in {suffix}.")

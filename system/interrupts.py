@@ -1,6 +1,6 @@
-"""Ctrl-C ends a program with exit code 130 and no traceback, wherever nothing else answers it.
+"""Ctrl-C ends a program with exit code 130 and without a traceback, unless something else handles it.
 
-Programs import this before all else: their imports take a moment, in which somebody may have changed their mind.
+Programs import this module first, because Ctrl-C may also arrive during their other imports.
 """
 
 import sys
@@ -9,11 +9,11 @@ from types import TracebackType
 
 from system.text import escape_control_chars
 
-_before = sys.excepthook
+_previous_hook = sys.excepthook
 
 
 def is_keyboard_interrupt(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is among what led to an error: OmegaConf, clearing up after it, fails in other ways."""
+    """Whether an error was caused by Ctrl-C: OmegaConf raises other exceptions while it handles a KeyboardInterrupt."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return error is not None
@@ -27,12 +27,12 @@ def _exit_quietly(kind: type[BaseException], error: BaseException, traceback: Tr
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """As Python does, but for control characters, which a terminal would obey: a message may quote a file."""
-    if _before is not sys.__excepthook__:  # a debugger's, or an editor's
-        return _before(kind, error, traceback)
+    """Prints a traceback as Python does, with control characters escaped, because a message may quote a file."""
+    if _previous_hook is not sys.__excepthook__:  # a debugger or an editor installed it
+        return _previous_hook(kind, error, traceback)
     from traceback import format_exception
 
-    with suppress(OSError, AttributeError):  # standard error cannot be written, or was closed
+    with suppress(OSError, AttributeError):  # standard error is closed or not writable
         sys.stderr.write(escape_control_chars("".join(format_exception(kind, error, traceback))))
 
 

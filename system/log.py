@@ -1,4 +1,4 @@
-"""Where the project's lines go: the screen and a log file."""
+"""Logging to the terminal and to a log file."""
 
 import logging
 import sys
@@ -6,45 +6,45 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from system.streams import write_nowhere
+from system.streams import redirect_to_devnull
 from system.text import escape_control_chars
 
 
 def setup_logging(file: Path | None, silent: bool = False) -> None:
-    """Sends the project's lines to the screen, above a progress bar, and to a file; or nowhere, if `silent`."""
+    """Logs to the terminal, above the progress bar, and to a file if one is given; to nothing if `silent`."""
     root = logging.getLogger()
     for handler in root.handlers[:]:
         root.removeHandler(handler)
         handler.close()
-    handlers: list[logging.Handler] = [_Screen()]
+    handlers: list[logging.Handler] = [_ConsoleHandler()]
     if silent:
         handlers = [logging.NullHandler()]
     elif file is not None:
-        handlers.append(_LogFile(file, encoding="utf-8", errors="backslashreplace"))
+        handlers.append(_LogFileHandler(file, encoding="utf-8", errors="backslashreplace"))
     for handler in handlers:
-        handler.setFormatter(_Harmless("%(message)s"))
+        handler.setFormatter(_EscapingFormatter("%(message)s"))
         root.addHandler(handler)
     root.setLevel(logging.INFO)
     for library in ("lightning", "lightning.pytorch", "lightning.fabric", "torch", "matplotlib", "PIL", "rustbpe"):
         logging.getLogger(library).setLevel(logging.ERROR)
 
 
-class _Harmless(logging.Formatter):
-    """Lines for a terminal, of which train.log is one day shown on one too."""
+class _EscapingFormatter(logging.Formatter):
+    """Escapes control characters, also in the log file, which somebody may print in a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return escape_control_chars(super().format(record))
 
 
-class _Screen(logging.Handler):
+class _ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             tqdm.write(self.format(record))
-            sys.stdout.flush()  # a pipe or a file would keep the line until the end
-        except OSError:  # nobody reads any more, or the disk is full: the run goes on, train.log has its lines
-            write_nowhere(sys.stdout)
+            sys.stdout.flush()  # a pipe or a file would buffer the line
+        except OSError:  # a closed pipe or a full disk must not end the run; train.log has the lines
+            redirect_to_devnull(sys.stdout)
 
 
-class _LogFile(logging.FileHandler):
+class _LogFileHandler(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
-        raise  # a full disk: the run ends with one line, where logging would print a traceback and go on
+        raise  # on a full disk end the run with one line; logging would print a traceback and continue

@@ -1,4 +1,7 @@
-"""How much memory this process takes, and took at most, on any system; MB = 2^20 bytes. Imports nothing slow."""
+"""Memory of this process: current and peak usage in MB (2^20 bytes), checks, and the allocator's settings.
+
+Imports nothing slow.
+"""
 
 import contextlib
 import ctypes
@@ -16,10 +19,11 @@ _NO_MEMORY = re.compile(
     r"can(?:'t|not) allocate memory|not enough memory|out of memory|bad allocation|bad_alloc|failed to map segment",
     re.IGNORECASE,
 )
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt, from glibc's malloc.h
 
 
 def memory_mb(device_type: str = "cpu") -> float:
-    """Memory taken now: tensors on a GPU, the whole process on a CPU."""
+    """Memory in use now: tensors on a GPU, the whole process on a CPU."""
     if device_type == "cuda":
         import torch
 
@@ -28,9 +32,9 @@ def memory_mb(device_type: str = "cpu") -> float:
 
 
 def reset_peak_memory(device_type: str = "cpu") -> None:
-    """Frees what an earlier run left, and forgets the peak so far.
+    """Frees unreachable objects and resets the peak.
 
-    On a CPU only Linux can; elsewhere the peak stays that of the process so far.
+    On a CPU only Linux supports this; elsewhere the peak remains that of the whole process.
     """
     gc.collect()
     if device_type == "cuda":
@@ -45,7 +49,7 @@ def reset_peak_memory(device_type: str = "cpu") -> None:
 
 
 def peak_memory_mb(device_type: str = "cpu") -> float:
-    """The most memory taken since `reset_peak_memory`."""
+    """Peak memory since `reset_peak_memory`."""
     if device_type == "cuda":
         import torch
 
@@ -62,19 +66,34 @@ def peak_memory_mb(device_type: str = "cpu") -> float:
 
 
 def check_fits_in_memory(weights: int) -> None:
-    """Raises UserError for a network of so many weights if in float32 they alone exceed this machine's memory."""
-    needed_gb, there_gb = 4 * weights / 2**30, psutil.virtual_memory().total / 2**30
-    if needed_gb > there_gb:
+    """Raises UserError if this many float32 weights alone exceed the machine's memory."""
+    needed_gb, total_gb = 4 * weights / 2**30, psutil.virtual_memory().total / 2**30
+    if needed_gb > total_gb:
         raise UserError(
-            f"model: {weights:,} weights take {needed_gb:,.0f} GB, but this machine has {there_gb:,.0f}. "
+            f"model: {weights:,} weights take {needed_gb:,.0f} GB, but this machine has {total_gb:,.0f}. "
             "Lower model.num_layers, model.d_model, model.mlp_hidden, model.bigram_table_size or model.context_length."
         )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device or the system had no memory left."""
+    """Whether an error means that the device or the system is out of memory."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, MemoryError) or (
         isinstance(error, (RuntimeError, ImportError)) and bool(_NO_MEMORY.search(str(error)))
     )
+
+
+def disable_malloc_trim() -> None:
+    """Keeps freed memory in the process instead of returning it to the system (glibc only; a no-op elsewhere).
+
+    Every step allocates and frees the same tensors. By default glibc returns blocks of several MB to the system, which
+    then has to clear thousands of pages again in every step: a fifth of the default step's time on two cores
+    (`python -m benchmarks.training_speed keep_memory=false`). The cost: the process stays at its peak size.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl does not have it
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(_M_MMAP_THRESHOLD, 2**30) or mallopt(_M_MMAP_THRESHOLD, 2**25)  # older versions accept at most 32 MB

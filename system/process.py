@@ -1,4 +1,4 @@
-"""This process: what started it, and when."""
+"""How and when this process was started."""
 
 import os
 import shlex
@@ -13,8 +13,8 @@ from system.files import relative
 from system.running_clock import running_seconds
 
 
-def this_python() -> str:
-    """What starts the Python running now."""
+def python_command() -> str:
+    """The shell command for the running Python interpreter, for commands that messages suggest."""
     return "python" if shutil.which("python") == sys.executable else shlex.quote(str(relative(Path(sys.executable))))
 
 
@@ -22,16 +22,16 @@ _job_starts: list[float] = []
 
 
 def command_start() -> float:
-    """When this run began, as running_seconds() would have read: for the first of a process, when the process did."""
+    """Start time of this run, as a value of running_seconds(). The first run of a process starts with the process."""
     age = 0.0 if _job_starts else max(0.0, process_age())
     _job_starts.append(running_seconds() - age)
     return _job_starts[-1]
 
 
 def process_age() -> float:
-    """Seconds since this process began."""
+    """Seconds since this process was started."""
     stat = Path("/proc/self/stat")
-    if stat.exists() and hasattr(time, "CLOCK_BOOTTIME"):  # to a hundredth; psutil knows the boot to a second only
+    if stat.exists() and hasattr(time, "CLOCK_BOOTTIME"):  # precise to 10 ms; psutil rounds the boot time to seconds
         ticks = int(stat.read_text().rpartition(")")[2].split()[19])  # field 22, starttime, see proc(5)
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - psutil.Process().create_time()

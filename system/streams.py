@@ -1,4 +1,4 @@
-"""Standard input, output and error: open, in UTF-8, and without a traceback where they fail."""
+"""Standard input, output and error: always open, UTF-8, and without a traceback if they fail."""
 
 import io
 import os
@@ -11,9 +11,9 @@ from system.text import escape_control_chars, escape_line
 
 
 def open_closed_streams() -> None:
-    """Opens those that were closed at the start (`<&-`, `>&-`, `2>&-`): empty input, and output that goes nowhere.
+    """Opens streams that were closed when the process started (`<&-`, `>&-`, `2>&-`) on the null device.
 
-    To be called before any file is opened: the first one would get the closed stream's number, and what is printed.
+    Call this before opening any file: the file would get the closed stream's descriptor, and with it all output.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -26,34 +26,34 @@ def open_closed_streams() -> None:
 
 
 def use_utf8() -> None:
-    """Text is UTF-8 whatever the locale says, and what cannot be encoded does not end the program."""
+    """Uses UTF-8 whatever the locale is, and replaces characters that cannot be encoded or decoded."""
     streams = {sys.stdin: "replace", sys.stdout: "replace", sys.stderr: "backslashreplace"}
     for stream, errors in streams.items():
-        if isinstance(stream, io.TextIOWrapper):  # a notebook has its own
+        if isinstance(stream, io.TextIOWrapper):  # notebooks use other classes
             stream.reconfigure(encoding="utf-8", errors=errors)
 
 
 def print_error(message: str) -> None:
-    """One line on standard error, whatever is in the message; nothing where that cannot be written."""
+    """Prints one line to standard error, with control characters escaped. Ignores write errors."""
     with suppress(OSError):
         print(f"error: {escape_line(message)}", file=sys.stderr, flush=True)
 
 
 def print_note(message: str) -> None:
-    """A line about the work on standard error, beside the work's own output."""
+    """Prints a status line to standard error, so that standard output has the results alone."""
     print(escape_control_chars(message), file=sys.stderr)
 
 
 def for_terminal(text: str) -> str:
-    """The text as standard output gets it: as it is in a file or a pipe, harmless on a terminal."""
+    """The text for standard output: control characters are escaped on a terminal, and kept in a file or a pipe."""
     return escape_control_chars(text) if sys.stdout.isatty() else text
 
 
 @contextmanager
 def handle_broken_pipe() -> Iterator[None]:
-    """A reader that has had enough of the output (`| head`) ends the program silently, with exit code 0.
+    """Ends the program silently, with exit code 0, when the reader of its output has closed the pipe (`| head`).
 
-    Where the output cannot be written, because its disk is full, one line says so; exit code 2.
+    Any other failure to write the output, such as a full disk, is reported in one line, with exit code 2.
     """
     try:
         yield
@@ -62,20 +62,20 @@ def handle_broken_pipe() -> Iterator[None]:
     except BrokenPipeError:
         sys.exit(0)
     except OSError as error:
-        if not (_fails(sys.stdout) or _fails(sys.stderr)):  # it was another file
+        if not (_fails(sys.stdout) or _fails(sys.stderr)):  # the error is about another file
             raise
-        print_error(f"the output cannot be written: {error.strerror}. Make room, or write elsewhere.")
+        print_error(f"the output cannot be written: {error.strerror}. Free some space, or write to another disk.")
         sys.exit(2)
-    finally:  # Python would try once more at the end, and complain
+    finally:  # Python flushes again at exit, and would print an error
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
             except OSError:
-                write_nowhere(stream)
+                redirect_to_devnull(stream)
 
 
 def _fails(stream: TextIO) -> bool:
-    """Whether not even a line's end can be written: flushing again would not tell, what failed is forgotten."""
+    """Whether writing a newline fails. Flushing again would not show it: the buffer is empty after a failed flush."""
     try:
         os.write(stream.fileno(), b"\n")
     except OSError:
@@ -83,8 +83,8 @@ def _fails(stream: TextIO) -> bool:
     return False
 
 
-def write_nowhere(stream: TextIO) -> None:
-    """What this stream still holds, and what comes, is lost."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+def redirect_to_devnull(stream: TextIO) -> None:
+    """Discards the buffered and all future output of a stream."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, stream.fileno())
+    os.close(devnull)

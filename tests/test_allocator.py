@@ -8,7 +8,7 @@ import pytest
 
 COUNT = """
 import resource, sys, torch
-from system.allocator import disable_malloc_trim
+from system.memory import disable_malloc_trim
 if sys.argv[1] == "kept":
     disable_malloc_trim()
 def step():

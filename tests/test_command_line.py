@@ -98,7 +98,7 @@ def test_sweep_goes_below_the_home_directory_too(monkeypatch, tmp_path):
 
 def test_home_of_nobody_is_refused_and_a_file_of_that_name_taken(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="'~nobody_here' is nobody's home directory"):
+    with pytest.raises(UserError, match="'~nobody_here' is not a home directory"):
         compose("train", ["runs_dir=~nobody_here/runs"])
     Path("~nobody_here").write_text("text")
     assert compose("train", ["data.corpus=~nobody_here"]).data.corpus == "~nobody_here"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.cli import error_line, quoted
+from configs.cli import abbreviated_repr, error_line
 from system.memory import is_out_of_memory
 from system.text import escape_control_chars, escape_json, escape_line
 from system.version import VERSION
@@ -129,7 +129,7 @@ def test_reader_that_has_gone_ends_every_program_silently(answers):
 
 
 def test_full_output_is_one_line_in_every_program(answers):
-    line = "error: the output cannot be written: No space left on device. Make room, or write elsewhere.\n"
+    line = "error: the output cannot be written: No space left on device. Free some space, or write to another disk.\n"
     for program, answer in answers["full"].items():
         assert answer == (2, "", line), program
 
@@ -253,7 +253,7 @@ def test_json_keeps_its_meaning_without_control_characters():
 
 
 def test_long_value_is_named_by_its_beginning_and_end():
-    assert quoted("x") == "'x'" and len(quoted("y" * 10_000)) < 100
+    assert abbreviated_repr("x") == "'x'" and len(abbreviated_repr("y" * 10_000)) < 100
 
 
 # Installing, and a folder that was moved

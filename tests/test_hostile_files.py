@@ -31,7 +31,7 @@ from data.tokenizer import build_tokenizer
 from model.config import GPTConfig
 from model.flops import min_parameters
 from model.gpt import GPT
-from system.checks import short
+from system.checks import short_repr
 from system.errors import UserError
 from training.callbacks.checkpoints import BestCheckpoint
 from training.callbacks.metrics_logger import MetricsLogger
@@ -417,7 +417,7 @@ def test_layers_without_tensors_are_not_built(refuse, tmp_path, good, monkeypatc
     ids=["text", "number", "list", "dictionary", "tensor", "nothing"],
 )
 def test_value_is_shown_in_a_few_characters(value, shown):
-    assert short(value) == shown
+    assert short_repr(value) == shown
 
 
 # Odd, and harmless

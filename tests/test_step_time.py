@@ -146,8 +146,8 @@ def test_time_in_which_the_process_was_stopped_counts_in_no_bound(train_here, cl
 
 STOPPED = """
 import os, signal, sys
-from system.running_clock import running_seconds, watch_stops
-watch_stops()
+from system.running_clock import running_seconds, exclude_suspensions
+exclude_suspensions()
 start = running_seconds()
 print("stops", flush=True)
 os.kill(os.getpid(), signal.SIGSTOP)

@@ -9,7 +9,7 @@ from typing import Any
 from data.config import DataConfig, TokenizerConfig
 from data.tokenizers import TOKENIZERS
 from model.config import RENAMED_FIELDS, GPTConfig
-from system.checks import check_fields, short
+from system.checks import check_fields, short_repr
 from system.errors import UserError
 from training.optim import OPTIMIZERS
 
@@ -43,7 +43,7 @@ class OptimizerConfig:
         """Refuses what cannot work. Raises UserError."""
         check_fields(self, "optimizer")
         if self.name not in OPTIMIZERS:
-            raise UserError(f"optimizer.name is {short(self.name)}, but must be one of {', '.join(OPTIMIZERS)}.")
+            raise UserError(f"optimizer.name is {short_repr(self.name)}, but must be one of {', '.join(OPTIMIZERS)}.")
         for field in ("lr", "embedding_lr", "muon_lr"):
             value = getattr(self, field)
             if value is not None and not 0 < value < float("inf"):

@@ -20,7 +20,7 @@ from checkpoint.checkpoint import (
 from checkpoint.io import read_checkpoint
 from model.config import GPTConfig
 from model.gpt import GPT
-from system.checks import short
+from system.checks import short_repr
 from system.errors import UserError
 from system.text import pluralize
 from training.config import RunConfig
@@ -127,7 +127,7 @@ def use_network_of(initial_state: InitialState, config: RunConfig) -> RunConfig:
             continue
         ours = getattr(config.model, name)
         if config.overridden_keys & {"model", f"model.{name}", "experiment"} and ours != value:
-            differ.append(f"model.{name} is {short(ours)}, in the checkpoint {short(value)}")
+            differ.append(f"model.{name} is {short_repr(ours)}, in the checkpoint {short_repr(value)}")
         network[f"model.{name}"] = value
     if differ:
         raise UserError(

@@ -82,7 +82,7 @@ def is_first() -> bool:
     return rank() == 0
 
 
-def is_repeated_error() -> bool:
+def is_duplicate_error() -> bool:
     """Whether an error of this process is that of the first one, which says it: a launcher started both, and what they
     did before training is the same."""
     torch = sys.modules.get("torch")

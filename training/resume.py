@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from system.checks import short
+from system.checks import short_repr
 from system.errors import UserError
 from training.config import RunConfig
 from training.ranks import published_run_dir
@@ -88,7 +88,7 @@ def check_same_settings(saved: dict[str, Any], config: RunConfig) -> None:
     """
     ours = fixed_settings(config)
     differ = [
-        f"{key} {short(ours[key])} in place of {short(value)}"
+        f"{key} {short_repr(ours[key])} in place of {short_repr(value)}"
         for key, value in saved.items()
         if key in ours and ours[key] != value
     ]

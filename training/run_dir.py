@@ -19,7 +19,7 @@ except ImportError:  # Windows has no locks on directories
 from system.errors import UserError
 from system.files import expand_user, relative
 from system.log import setup_logging
-from system.process import this_python
+from system.process import python_command
 from training.config import RunConfig
 from training.ranks import is_first, publish_run_dir, published_run_dir
 
@@ -138,9 +138,9 @@ def make_new_dir(parent: Path, name: str) -> Path:
 def tensorboard_command(logdir: Path) -> str:
     """What shows all runs below a directory."""
     where = shlex.quote(str(relative(logdir)))
-    return f"{this_python()} -m tensorboard.main --logdir {where} --samples_per_plugin images=100"
+    return f"{python_command()} -m tensorboard.main --logdir {where} --samples_per_plugin images=100"
 
 
 def resume_command(run_dir: Path) -> str:
     """What resumes the run."""
-    return f"{this_python()} train.py resume={shlex.quote(str(relative(run_dir)))}"
+    return f"{python_command()} train.py resume={shlex.quote(str(relative(run_dir)))}"

@@ -14,18 +14,20 @@ import torch
 from lightning.pytorch import Trainer
 
 from checkpoint.checkpoint import NETWORK_PREFIX, network_weights
-from system.checks import COUNT, SECONDS, Is, Number, check
+from system.checks import COUNT, SECONDS, Bounded, Predicate, check
 from system.errors import UserError
 from training.callbacks.checkpoints import BestCheckpoint
 from training.callbacks.metrics_logger import MetricsLogger
 
 _VERSION = re.compile(r"[2-9]\d{0,3}(\.\d{1,4}){1,2}([.+]?[a-z]\w{0,30})?", re.ASCII)
-_FACTOR = Number(float, 0, 1e38)
+_FACTOR = Bounded(float, 0, 1e38)
 
 RUN_STATE = {
     "epoch": COUNT,
     "global_step": COUNT,
-    "pytorch-lightning_version": Is("the version of Lightning", lambda v: type(v) is str and _VERSION.fullmatch(v)),
+    "pytorch-lightning_version": Predicate(
+        "the version of Lightning", lambda v: type(v) is str and _VERSION.fullmatch(v)
+    ),
     "loops": {"fit_loop": {"epoch_loop.batch_progress": {"total": {"processed": COUNT}}}},
     "callbacks": {
         MetricsLogger.__qualname__: MetricsLogger.STATE,
@@ -125,13 +127,13 @@ def _optimizer_state(saved: dict[str, Any], optimizer: torch.optim.Optimizer, st
     return {"state": saved["state"], "param_groups": groups}
 
 
-def _state_of(weight: torch.Tensor, muon: bool) -> dict[str, Is]:
+def _state_of(weight: torch.Tensor, muon: bool) -> dict[str, Predicate]:
     """What the optimizer keeps for a weight."""
-    like = Is(
+    like = Predicate(
         f"numbers of shape {tuple(weight.shape)}",
         lambda value: type(value) is torch.Tensor and value.is_floating_point() and value.shape == weight.shape,
     )
-    count = Is(
+    count = Predicate(
         "a count of steps",
         lambda value: type(value) is torch.Tensor and value.dtype == torch.float32 and value.ndim == 0
         and 0 <= float(value) < math.inf,

@@ -16,7 +16,7 @@ from model.gpt import GPT
 from sampling.config import SamplingConfig
 from sampling.sampler import generate
 from system.files import atomic_write, relative
-from system.process import this_python
+from system.process import python_command
 from system.running_clock import running_seconds
 from system.text import pluralize
 from system.version import VERSION
@@ -126,7 +126,7 @@ def final_report(summary: dict[str, Any], text: str, run_dir: Path, vocab_size: 
         f"{summary['tokens_per_second']:,.0f} tokens per second in training\n"
         f"run directory: {relative(run_dir)}\n\n"
         + "\n".join(f"    {line}" for line in lines[:5])
-        + f"\n\nlet it write more:       {this_python()} sample.py checkpoint={place} prompt='To be, or not'\n"
+        + f"\n\nlet it write more:       {python_command()} sample.py checkpoint={place} prompt='To be, or not'\n"
         f"curves and attention:    {tensorboard_command(run_dir.parent)}"
     )
 

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from data.batches import BatchLimits
 from model import kernels
 from model.kernels.bfloat16 import BF16_MATMUL, bf16_matmul, has_bf16_units
-from system.checks import short
+from system.checks import short_repr
 from system.errors import UserError
 from training.lightning_overhead import reduce_overhead
 from training.processes import check_processes, cluster_environment, launched_devices
@@ -182,20 +182,20 @@ def _check_values(options: Mapping[str, Any]) -> None:
         value = options.get(name, 1)
         unbounded = value == -1 and name in ("max_steps", "max_epochs")
         if not unbounded and (type(value) is not int or value < 1):
-            raise UserError(f"trainer.{name} is {short(value)}, but must be a whole number of at least 1.")
+            raise UserError(f"trainer.{name} is {short_repr(value)}, but must be a whole number of at least 1.")
     for what in ("steps", "epochs"):
         least, most = options.get(f"min_{what}", 1), options.get(f"max_{what}", -1)
         if most != -1 and least > most:
             raise UserError(f"trainer.min_{what} is {least:,}, but trainer.max_{what}={most} ends the run before.")
     for name in _SWITCHES:
         if type(options.get(name, True)) is not bool:
-            raise UserError(f"trainer.{name} is {short(options[name])}, but must be true or false.")
+            raise UserError(f"trainer.{name} is {short_repr(options[name])}, but must be true or false.")
     if options.get("deterministic", True) not in (True, False, "warn"):
         raise UserError(f"trainer.deterministic is {options['deterministic']!r}, but must be true, false or warn.")
     clip = options.get("gradient_clip_val", 1.0)
     if type(clip) not in (int, float) or not 0 <= clip < math.inf:
         raise UserError(
-            f"trainer.gradient_clip_val is {short(clip)}, but must be above 0, for example 1.0; null is off."
+            f"trainer.gradient_clip_val is {short_repr(clip)}, but must be above 0, for example 1.0; null is off."
         )
     if "gradient_clip_algorithm" in options and "gradient_clip_val" not in options:
         raise UserError("trainer.gradient_clip_algorithm clips nothing without trainer.gradient_clip_val=1.0 or so.")
@@ -207,11 +207,12 @@ def _check_values(options: Mapping[str, Any]) -> None:
             continue
         if not (type(value) in (int, float) and (0 < value <= 1 or (type(value) is int and value > 1))):
             raise UserError(
-                f"trainer.{name} is {short(value)}, but must be a number of batches, at least 1, or a share up to 1.0."
+                f"trainer.{name} is {short_repr(value)}, but must be a number of batches, at least 1, "
+                "or a share up to 1.0."
             )
     if options.get("profiler", "simple") not in ("simple", "advanced"):
         raise UserError(
-            f"trainer.profiler is {short(options['profiler'])}, but must be simple or advanced; null is off. "
+            f"trainer.profiler is {short_repr(options['profiler'])}, but must be simple or advanced; null is off. "
             "Lightning's pytorch profiler fails when training ends."
         )
 
@@ -254,5 +255,5 @@ def parse_duration(text: Any, name: str) -> timedelta:
     except (TypeError, ValueError, OverflowError):  # not a number, no unit of time, or beyond all time
         duration = timedelta()
     if duration <= timedelta():
-        raise UserError(f"{name} is {short(text)}, but must be a time such as 60s, 5m, 1h30m or 00:01:30:00.")
+        raise UserError(f"{name} is {short_repr(text)}, but must be a time such as 60s, 5m, 1h30m or 00:01:30:00.")
     return duration

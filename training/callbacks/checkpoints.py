@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
-from system.checks import Number
+from system.checks import Bounded
 from system.running_clock import running_seconds
 from training.budget_timer import BudgetTimer
 from training.callbacks.metrics_logger import MetricsLogger
@@ -23,7 +23,7 @@ class BestCheckpoint(Checkpoint):
         self.path = path
         self.lowest = math.inf  # nats per token
 
-    STATE = {"lowest": Number(float, 0)}
+    STATE = {"lowest": Bounded(float, 0)}
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Saves if the loss is the lowest so far."""

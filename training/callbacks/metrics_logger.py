@@ -11,9 +11,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.tensorboard.summary import hparams
 
-from system.checks import COUNT, SECONDS, Is, Number
+from system.checks import COUNT, SECONDS, Bounded, Predicate
 from system.memory import memory_mb, peak_memory_mb, reset_peak_memory
-from system.running_clock import running_seconds, watch_stops
+from system.running_clock import exclude_suspensions, running_seconds
 from training.final_metrics import FINAL_METRICS
 from training.progress import run_progress
 
@@ -52,15 +52,15 @@ class MetricsLogger(Callback):
 
     # A resumed run restores these, so that its curves and its summary are those of an uninterrupted run.
     STATE = {
-        "step_ms_readings": [Number(float, 0, 1e10)],
+        "step_ms_readings": [Bounded(float, 0, 1e10)],
         "train_seconds": SECONDS,
         "tokens": COUNT,
-        "peak_memory_mb": Number(float, -1e10, 1e10, or_nan=True),
-        "_warmup_ms": Number(float, 0, 1e10, or_nan=True),
+        "peak_memory_mb": Bounded(float, -1e10, 1e10, allow_nan=True),
+        "_warmup_ms": Bounded(float, 0, 1e10, allow_nan=True),
         "_interval_seconds": SECONDS,
         "_interval_steps": COUNT,
         "_interval_batches": COUNT,
-        "_loss_sum": (float, Is("one number", lambda value: isinstance(value, Tensor) and value.ndim == 0)),
+        "_loss_sum": (float, Predicate("one number", lambda value: isinstance(value, Tensor) and value.ndim == 0)),
     }
 
     def state_dict(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class MetricsLogger(Callback):
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Starts to measure memory, and to notice when the process is suspended."""
-        watch_stops()
+        exclude_suspensions()
         reset_peak_memory(trainer.strategy.root_device.type)
         self._memory_before_mb = memory_mb(trainer.strategy.root_device.type)
 
