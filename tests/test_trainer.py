@@ -16,14 +16,12 @@ from training.lightning_module import GPTLightning
 from training.lightning_overhead import SHORTCUTS, NoProfiler, skip_empty_hooks, without
 from training.progress import RunTimer
 from training.trainer import (
-    HANDLED_HERE,
-    REJECTED,
-    TO_LIGHTNING,
     build_trainer,
     check_time_bounds,
     parse_duration,
     resolve_trainer_options,
 )
+from training.trainer_options import HANDLED_HERE, REJECTED, TO_LIGHTNING
 
 
 @pytest.mark.parametrize(

@@ -23,36 +23,8 @@ from system.errors import UserError
 from training.lightning_overhead import reduce_overhead
 from training.processes import check_processes, cluster_environment, launched_devices
 from training.progress import NEVER, RunTimer, ValidationSchedule
+from training.trainer_options import HANDLED_HERE, REJECTED
 
-# Every option of Lightning's Trainer is in one of these three tables, says tests/test_trainer.py.
-# Those that go on to Lightning; what it would answer late, or in words of its own, `resolve_trainer_options` checks:
-TO_LIGHTNING = ("accelerator", "strategy", "devices", "num_nodes", "precision", "max_steps", "max_epochs")
-TO_LIGHTNING += ("log_every_n_steps", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
-TO_LIGHTNING += ("deterministic", "benchmark", "inference_mode", "detect_anomaly", "profiler")
-# Those that Lightning never sees: they do what it says of them, by our code (training/progress.py, data/batches.py).
-HANDLED_HERE = ("max_time", "min_steps", "min_epochs", "val_check_interval", "limit_train_batches", "limit_val_batches")
-HANDLED_HERE += ("overfit_batches", "enable_progress_bar")
-_NO_LOOP = "A run trains and validates; it has no such loop. Use trainer.limit_val_batches."
-# Those that cannot be set, and what to do instead:
-REJECTED = {
-    "check_val_every_n_epoch": "Use num_validations=5, or trainer.val_check_interval=100 for every 100 batches.",
-    "fast_dev_run": "Use trainer.max_steps=1 for a short run.",
-    "logger": "A run always writes TensorBoard events.",
-    "callbacks": "training/setup.py lists them.",
-    "plugins": "They are objects of Python; training/setup.py lists them.",
-    "default_root_dir": "Use runs_dir=DIRECTORY.",
-    "enable_checkpointing": "The best checkpoint is what a run is for.",
-    "num_sanity_val_steps": "The first validation comes early enough: num_validations=5.",
-    "enable_model_summary": "train.py says what is trained.",
-    "barebones": "Use python -m benchmarks.training_speed to measure.",
-    "limit_test_batches": _NO_LOOP,
-    "limit_predict_batches": _NO_LOOP,
-    "reload_dataloaders_every_n_epochs": "Batches follow from the seed and the step: there is nothing to load anew.",
-    "use_distributed_sampler": "Each device always gets batches of its own.",
-    "sync_batchnorm": "The networks have no batch normalization.",
-    "enable_autolog_hparams": "TensorBoard's HParams always has the run.",
-    "model_registry": "Checkpoints are in the run directory.",
-}
 _SWITCHES = ("enable_progress_bar", "inference_mode", "detect_anomaly", "benchmark")
 _COUNTS = ("max_steps", "max_epochs", "min_steps", "min_epochs", "accumulate_grad_batches", "log_every_n_steps")
 
