@@ -1,7 +1,7 @@
 """The network's operators once more, faster: one file an operator, and one switch that turns all of them off.
 
 model/layers.py asks `enabled` at every call. Off, everything is plain PyTorch and the numbers are the same, up to
-rounding (tests/test_kernels.py): `TINY_GPT_KERNELS=0` in the environment, or `switch(False)`.
+rounding (tests/model/kernels/test_kernels.py): `TINY_GPT_KERNELS=0` in the environment, or `switch(False)`.
 `python -m benchmarks.kernels` prints what each is worth.
 """
 

@@ -97,7 +97,7 @@ def prefer_onednn() -> Iterator[None]:
     """PyTorch's own products, outside nn.Linear, go to oneDNN where it is faster.
 
     "medium" lets it round to bfloat16, but it has no such float32 kernel without AMX, which no AMD processor has:
-    tests/test_onednn.py holds the results to float32's precision.
+    tests/model/kernels/test_onednn.py holds the results to float32's precision.
     """
     if not (enabled() and onednn_is_faster()):
         yield

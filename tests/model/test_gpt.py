@@ -453,7 +453,7 @@ assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=120,

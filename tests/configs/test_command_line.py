@@ -12,7 +12,6 @@ from operator import attrgetter
 from pathlib import Path
 
 import pytest
-from conftest import write_text
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hypothesis import HealthCheck, assume, example, given, settings
@@ -24,9 +23,10 @@ from configs.cli import PATH_KEYS, compose, format_hydra_error, known_keys, quot
 from configs.schema import GROUPS, ROOTS, register
 from model.config import GPTConfig
 from system.errors import UserError
+from tests.conftest import write_text
 from training.run_dir import make_new_dir, new_sweep_dir
 
-PROJECT = Path(__file__).resolve().parents[1]
+PROJECT = Path(__file__).resolve().parents[2]
 
 # Text as it is
 

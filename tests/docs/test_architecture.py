@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-PROJECT = Path(__file__).resolve().parents[1]
+PROJECT = Path(__file__).resolve().parents[2]
 TEXT = (PROJECT / "docs/architecture.md").read_text(encoding="utf-8")
 
 

@@ -24,7 +24,7 @@ from configs.cli import compose, exit_on_user_error
 from data.tokenizer import encode
 from system.errors import UserError
 
-PROJECT = Path(__file__).resolve().parents[1]
+PROJECT = Path(__file__).resolve().parents[2]
 TEXT = "The king and queen of night."
 
 

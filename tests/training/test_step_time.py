@@ -11,9 +11,9 @@ import sys
 import time
 
 import pytest
-from conftest import PROJECT
 
 from data.batches import TrainBatches
+from tests.conftest import PROJECT
 from training.callbacks.checkpoints import BestCheckpoint
 from training.callbacks.validation_images import ValidationImages
 from training.lightning_module import GPTLightning

@@ -15,7 +15,7 @@ from benchmarks.drawing_cost import TimedDrawing
 from configs.cli import compose
 from training.callbacks.validation_images import ValidationImages
 
-PROJECT = Path(__file__).resolve().parents[1]
+PROJECT = Path(__file__).resolve().parents[2]
 TINY = [
     "model.num_layers=1", "model.num_heads=2", "model.d_model=16", "model.context_length=16",
     "tokenizer=byte", "data.batch_size=2", "data.val_tokens=64", "num_validations=3",

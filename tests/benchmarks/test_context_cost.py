@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import FOREGROUND
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import context_cost
@@ -32,8 +31,9 @@ from model.flops import (
 )
 from model.gpt import GPT
 from system.errors import UserError
+from tests.conftest import FOREGROUND
 
-PROJECT = Path(__file__).resolve().parents[1]
+PROJECT = Path(__file__).resolve().parents[2]
 T, SEQUENCES = 24, 3
 SHAPES = {
     "gpt2": {},

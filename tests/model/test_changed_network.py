@@ -11,7 +11,7 @@ from model.gpt import GPT, Block
 from sampling import decoder
 from sampling.decoder import Decoder, FastDecoder, GeneralDecoder
 from sampling.kv_cache import DynamicCache
-from tests.test_generation import FAMILIES, in_view, network
+from tests.sampling.test_generation import FAMILIES, in_view, network
 
 
 @pytest.fixture(autouse=True)

@@ -129,7 +129,7 @@ def test_no_trainer_is_imported(clean_environment, tiny_run):
         "sys.exit(str([m for m in ('lightning', 'torch._dynamo', 'tensorboard', 'sympy') if m in sys.modules]))"
     )
     command = [sys.executable, "-c", program, f"checkpoint={tiny_run.path}", "max_new_tokens=3"]
-    here = Path(__file__).parents[1]
+    here = Path(__file__).parents[2]
     finished = subprocess.run(command, env=clean_environment, cwd=here, capture_output=True, text=True, timeout=60)
     assert finished.stderr.splitlines()[-1] == "[]"
 

@@ -34,7 +34,7 @@ from data.tokenizers import TOKENIZERS, bpe, tiktoken_encodings
 from data.tokenizers.bpe import BYTES_OF_TEXT_A_TOKEN, DEFAULT_VOCAB_SIZES, vocab_size_for
 from system.errors import UserError
 
-PROJECT = Path(__file__).resolve().parents[1]
+PROJECT = Path(__file__).resolve().parents[2]
 # The pre-tokenizers of GPT-2 and GPT-4 as published, whose look-ahead made long runs of white space panic.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?[\p{L}]+| ?[\p{N}]+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 GPT4_PATTERN = (

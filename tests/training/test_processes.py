@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from conftest import FOREGROUND, PROJECT
 from lightning.pytorch import Trainer
 
 from checkpoint.checkpoint import load_checkpoint
 from system.errors import UserError
+from tests.conftest import FOREGROUND, PROJECT
 from training.callbacks.graceful_stop import GracefulStop
 from training.processes import Watch, check_processes, launched_devices
 

@@ -17,7 +17,7 @@ from sampling import decoder
 from sampling.config import SamplingConfig
 from sampling.sampler import generate
 from tests.conftest import PROJECT
-from tests.test_gpt import FAMILIES, family
+from tests.model.test_gpt import FAMILIES, family
 
 SIZES = {"vocab_size": 50, "context_length": 16, "num_layers": 2, "num_heads": 4, "d_model": 32}
 PAGE = (PROJECT / "docs" / "extending.md").read_text(encoding="utf-8")

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PROJECT = Path(__file__).resolve().parents[1]
+PROJECT = Path(__file__).resolve().parents[2]
 CODE = """
 import atexit, gc
 atexit.register(lambda: print(len(gc.get_objects())))  # runs last: what the end of the process looks through

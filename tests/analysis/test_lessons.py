@@ -16,7 +16,7 @@ from model.flops import score_matrix_bytes
 from model.gpt import GPT, GPTConfig
 from system.errors import UserError
 
-PROJECT = Path(__file__).resolve().parents[1]
+PROJECT = Path(__file__).resolve().parents[2]
 WITHOUT_MASK = """
     0.25 0.12 0.23 0.18 0.22
     0.17 0.20 0.15 0.20 0.28

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import write_text
 from omegaconf import OmegaConf
 
 from checkpoint.checkpoint import load_checkpoint
 from checkpoint.io import read_checkpoint
+from tests.conftest import write_text
 from training.lightning_module import GPTLightning
 
 CURVES = ("train/loss", "train/grad_norm", "train/tokens", "val/loss", "val/bits_per_byte")

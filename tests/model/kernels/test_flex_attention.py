@@ -20,7 +20,7 @@ from model.kernels.flex_attention import (
     flex_works,
     takes_flex_attention,
 )
-from tests.test_sliding_window_attention import HEADS, band, inputs
+from tests.model.test_sliding_window_attention import HEADS, band, inputs
 
 WINDOWS = [1, 2, 100, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 300, 4 * BLOCK - 1]
 

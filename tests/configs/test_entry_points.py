@@ -15,7 +15,7 @@ from system.memory import is_out_of_memory
 from system.text import escape_control_chars, escape_json, escape_line
 from system.version import VERSION
 
-PROJECT = Path(__file__).resolve().parents[1]
+PROJECT = Path(__file__).resolve().parents[2]
 PROGRAMS = sorted(
     str(path.relative_to(PROJECT).with_suffix("")).replace(os.sep, ".")
     for folder in (".", "analysis", "benchmarks")

@@ -25,7 +25,7 @@ from training.lr_scheduler import warmup_stable_decay
 from training.muon import newton_schulz
 from training.optim import OPTIMIZERS, build_optimizer
 
-PROJECT = Path(__file__).resolve().parents[1]
+PROJECT = Path(__file__).resolve().parents[2]
 TINY = {"vocab_size": 30, "context_length": 8, "num_layers": 2, "num_heads": 2, "d_model": 16}
 NAMES = ("adamw", "muon")
 

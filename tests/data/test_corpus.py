@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from data.corpus import Corpus, find_files
 from system.errors import UserError
 
-PROJECT = Path(__file__).resolve().parents[1]
+PROJECT = Path(__file__).resolve().parents[2]
 
 
 def write(path, content):

@@ -16,12 +16,12 @@ import time
 
 import pytest
 import torch
-from conftest import FOREGROUND, PROJECT
 
 import train
 from checkpoint.checkpoint import load_checkpoint
 from checkpoint.io import SEAL_BYTES, read_checkpoint, write_checkpoint
 from system.errors import UserError
+from tests.conftest import FOREGROUND, PROJECT
 from training.callbacks.checkpoints import LastCheckpoint
 from training.callbacks.graceful_stop import GracefulStop
 from training.error_context import cannot_write

@@ -17,7 +17,7 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from model.kernels.bfloat16 import bf16_matmul
 from model.layers import linear
-from tests.test_gpt import FAMILIES, family
+from tests.model.test_gpt import FAMILIES, family
 
 SHAPE = {"vocab_size": 300, "context_length": 96, "num_layers": 2, "num_heads": 4, "d_model": 32}
 NETWORKS = {name: family(name, **SHAPE) for name in FAMILIES}

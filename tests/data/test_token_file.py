@@ -15,7 +15,7 @@ from data.tokenizer import TokenizerConfig, build_tokenizer, encode
 from data.tokens import load_tokens, token_path
 from system.errors import UserError
 
-PROJECT = Path(__file__).resolve().parents[1]
+PROJECT = Path(__file__).resolve().parents[2]
 TEXT = "What, you egg! Young fry of treachery! ☃\n" * 500
 
 
