@@ -1,4 +1,4 @@
-# `make` lists the targets. The environment is made on first use, and again only when a requirements file changes.
+# `make` lists the targets. The environment is made on first use, and again only when pyproject.toml changes.
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
@@ -10,15 +10,15 @@ ARGS ?=
 help:        ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
 
-$(VENV)/.run: requirements.txt
+$(VENV)/.run: pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v < (3, 14) else f"error: Python {v[0]}.{v[1]} is not supported. Use 3.10 to 3.13: make PYTHON=python3.12 ...")'
 	@echo 'installing into $(VENV), once ...'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install -q -r requirements.txt
+	@$(BIN)/python -m pip install -q -e .
 	@touch $@
 
-$(VENV)/.dev: requirements.txt requirements-dev.txt $(VENV)/.run
-	@$(BIN)/python -m pip install -q -r requirements-dev.txt
+$(VENV)/.dev: $(VENV)/.run
+	@$(BIN)/python -m pip install -q -e '.[dev]'
 	@touch $@
 
 train: $(VENV)/.run   ## train the default GPT; more with ARGS="model.num_heads=8"
