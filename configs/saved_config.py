@@ -16,7 +16,7 @@ from system.checks import short_repr
 from system.errors import UserError
 from system.files import atomic_write
 from training.config import RENAMED_KEYS, Resumed, RunConfig
-from training.resume import check_unfinished, find_run, is_fixed
+from training.resume import check_unfinished, find_resumable_run, is_fixed
 
 _INVOCATION_KEYS = ("resume", "runs_dir")
 _CONFIG_BYTES = 1 << 16  # ours has two thousand
@@ -61,7 +61,7 @@ def merge_saved_config(config: DictConfig, overridden_keys: Collection[str]) -> 
         return config, None
     if config.init_from is not None:
         raise UserError("resume goes on with a run, init_from begins a new one. Leave one out.")
-    run_dir, checkpoint = find_run(str(config.resume), Path(config.runs_dir))
+    run_dir, checkpoint = find_resumable_run(str(config.resume), Path(config.runs_dir))
     merged, changes = _with_changes(_saved_config(run_dir), config, overridden_keys, run_dir)
     check_unfinished(run_dir, lambda key: OmegaConf.select(merged, key), changes)
     return merged, Resumed(run_dir, checkpoint, tuple(changes))

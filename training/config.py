@@ -1,4 +1,4 @@
-"""Everything a training run is made of, and every default of the optimizer, once. Needs no torch."""
+"""The typed config of a training run, and the defaults of the optimizer. Does not import torch."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -16,31 +16,31 @@ from training.optim import OPTIMIZERS
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """How weights follow gradients."""
+    """The optimizer and its learning-rate schedule."""
 
     name: str = "muon"
-    """A function of training/optim.py."""
+    """Name of a function in training/optim.py."""
     lr: float = 3e-3
     """Peak learning rate of AdamW."""
     embedding_lr: float | None = None
-    """Peak learning rate of AdamW for token (unless tied) and bigram embeddings. None: lr."""
+    """Peak learning rate of AdamW for bigram embeddings and, unless tied, token embeddings. None: lr."""
     muon_lr: float = 0.014
-    """Peak learning rate of Muon: the size of an update, relative to an orthogonal matrix."""
+    """Peak learning rate of Muon: the size of an update in units of an orthogonal matrix."""
     muon_momentum: float = 0.9
-    """Share of Muon's running average kept each step."""
+    """Decay of Muon's running average of gradients, per step."""
     beta1: float = 0.9
-    """Share of AdamW's first moment kept each step."""
+    """Decay of AdamW's first moment, per step."""
     beta2: float = 0.99
-    """Share of AdamW's second moment kept each step."""
+    """Decay of AdamW's second moment, per step."""
     weight_decay: float = 0.1
-    """Share of a matrix forgotten per unit of learning rate; never applied to vectors and biases."""
+    """Weight decay of matrices, multiplied by the learning rate; vectors such as biases have none."""
     warmup_fraction: float = 0.01
-    """Share of the run over which the learning rate grows from 0."""
+    """Fraction of the run over which the learning rate grows linearly from 0."""
     cooldown_fraction: float = 0.5
-    """Share of the run, at its end, over which the learning rate falls linearly to 0."""
+    """Fraction of the run, at its end, over which the learning rate falls linearly to 0."""
 
     def __post_init__(self):
-        """Refuses what cannot work. Raises UserError."""
+        """Raises UserError for invalid values."""
         check_fields(self, "optimizer")
         if self.name not in OPTIMIZERS:
             raise UserError(f"optimizer.name is {short_repr(self.name)}, but must be one of {', '.join(OPTIMIZERS)}.")
@@ -60,7 +60,7 @@ class OptimizerConfig:
         ):
             raise UserError(
                 f"optimizer.warmup_fraction {self.warmup_fraction} and optimizer.cooldown_fraction "
-                f"{self.cooldown_fraction} are shares of the run: each at least 0, together at most 1."
+                f"{self.cooldown_fraction} are fractions of the run: each must be at least 0, and their sum at most 1."
             )
 
 
@@ -71,22 +71,22 @@ class SweepJob:
     sweep_dir: Path
     number: int
     settings: str
-    """What is not the same in all of its runs, such as "model.num_heads=4"."""
+    """The settings that differ between the runs of the sweep, such as "model.num_heads=4"."""
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """A run that is resumed. `checkpoint` is None where it was stopped before the first one."""
+    """A run that is resumed. `checkpoint` is None if the run was stopped before it saved one."""
 
     run_dir: Path
     checkpoint: Path | None
     changes: tuple[str, ...]
-    """What the command line changes, in words."""
+    """What the command line changes, as text that begins with the key."""
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything a run is made of. configs/cli.py builds it, once; configs/train.yaml says what each key means."""
+    """The config of a run. configs/cli.py builds it once; configs/train.yaml explains each key."""
 
     model: GPTConfig
     data: DataConfig
@@ -103,22 +103,22 @@ class RunConfig:
     resume: str | None
     init_from: str | None
 
-    # What follows is no key.
+    # The following fields are not keys.
     overrides: tuple[str, ...] = ()
-    """The arguments of the command line as Hydra takes them; in a sweep those of this run too."""
+    """The command line as Hydra overrides; in a sweep, with the values of this run."""
     explicit_keys: frozenset[str] = frozenset()
-    """Those that the command line gives, or a file that it chooses gives another value than the default."""
+    """Keys set on the command line, and keys that a file chosen there sets to another value than the default."""
     sweep_job: SweepJob | None = None
     resumed: Resumed | None = None
 
     NOT_KEYS = ("overrides", "explicit_keys", "sweep_job", "resumed")
 
     def __post_init__(self):
-        """Refuses what cannot work. Raises UserError."""
+        """Raises UserError for invalid values."""
         if not 0 <= self.seed < 2**32:
             raise UserError(f"seed is {self.seed}, but must be a whole number from 0 to {2**32 - 1}.")
         if self.model.vocab_size is not None:
-            raise UserError("model.vocab_size comes from the tokenizer. Set tokenizer.vocab_size in its place.")
+            raise UserError("model.vocab_size comes from the tokenizer. Set tokenizer.vocab_size instead.")
         kind, size = self.tokenizer.kind, self.tokenizer.vocab_size
         registered = TOKENIZERS[kind]
         fixed = not registered.learned and size not in (None, registered.vocab_size)
@@ -130,15 +130,15 @@ class RunConfig:
 
     @property
     def overridden_keys(self) -> frozenset[str]:
-        """Keys and groups that the command line sets, in a sweep those of this run too."""
+        """Keys and groups set on the command line, in a sweep including those of this run."""
         return keys_of(self.overrides)
 
     def values(self) -> dict[str, Any]:
-        """The keys and their values, groups as dictionaries."""
+        """All keys and their values; groups are dictionaries."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in self.NOT_KEYS}
 
     def get(self, key: str) -> Any:
-        """The value of a dotted key, such as "model.d_model"; None where there is none."""
+        """The value of a dotted key such as "model.d_model"; None for a Trainer option that is not set."""
         group, _, name = key.rpartition(".")
         if not group:
             return getattr(self, name)
@@ -146,7 +146,7 @@ class RunConfig:
         return owner.get(name) if isinstance(owner, dict) else getattr(owner, name)
 
     def replace_values(self, values: Mapping[str, Any]) -> "RunConfig":
-        """A copy with these values of dotted keys. Raises UserError where they cannot work together."""
+        """Returns a copy with other values of some dotted keys. Raises UserError if they do not fit each other."""
         groups: dict[str, dict[str, Any]] = {}
         for key, value in values.items():
             group, _, name = key.rpartition(".")
@@ -163,9 +163,9 @@ RENAMED_KEYS = {f"model.{old}": f"model.{new}" for old, new in RENAMED_FIELDS.it
     "optimizer.warmup": "optimizer.warmup_fraction",
     "optimizer.cooldown": "optimizer.cooldown_fraction",
 }
-"""Keys of earlier versions -> what they are called now."""
+"""Old names of keys -> new names."""
 
 
 def keys_of(overrides: Iterable[str]) -> frozenset[str]:
-    """Keys and groups that settings such as "model=llama", "+seed=1" and "~trainer.precision" are about."""
+    """Keys and groups in overrides such as "model=llama", "+seed=1" and "~trainer.precision"."""
     return frozenset(override.lstrip("+~").partition("=")[0] for override in overrides)

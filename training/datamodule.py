@@ -1,4 +1,4 @@
-"""Everything about data in the order it happens: files -> splits -> tokenizer -> ids -> batches."""
+"""The LightningDataModule: files -> splits -> tokenizer -> token ids -> batches."""
 
 import hashlib
 from collections.abc import Callable
@@ -19,9 +19,9 @@ CACHE_DIR = Path(__file__).resolve().parents[1] / ".cache"
 
 
 class TextDataModule(lightning.LightningDataModule):
-    """The corpus ready to train on. Constructing checks what costs nothing; `prepare` does the work.
+    """The tokenized corpus. The constructor does cheap checks; `prepare` does the work.
 
-    After `prepare`: tokenizer, vocab_size, train_tokens (N,), val_tokens (M,) and the bytes_per_token of the latter.
+    `prepare` sets tokenizer, vocab_size, train_tokens (N,), val_tokens (M,) and bytes_per_token of the latter.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class TextDataModule(lightning.LightningDataModule):
         given_tokenizer: tiktoken.Encoding | None = None,
         limits: BatchLimits = NO_LIMITS,
     ):
-        """`given_tokenizer` takes the place of the one that the config describes: that of old weights."""
+        """`given_tokenizer`, for example of a checkpoint, replaces the tokenizer that the config describes."""
         super().__init__()
         check_at_least(1, "model.context_length", context_length)
         check_at_least(0, "seed", seed)
@@ -45,10 +45,10 @@ class TextDataModule(lightning.LightningDataModule):
         self.limits = limits
         self.tokenizer = None
         self.out_of_time: Callable[[], bool] | None = None
-        """Whether a validation has to be cut; None: never."""
+        """Whether a validation has to stop because time is up; None: never."""
 
     def prepare(self) -> None:
-        """Raises UserError for whatever is wrong with the text, before anything trains. Does its work once.
+        """Reads, tokenizes and checks the text, once. Raises UserError.
 
         Every rank may call it: cached files appear complete or not at all.
         """
@@ -65,25 +65,25 @@ class TextDataModule(lightning.LightningDataModule):
         self.cached = train_cached and val_cached
         self.bytes_per_token = val.num_bytes / len(self.val_tokens)
         self.train_dataloader()
-        self.val_dataloader()  # both now, for their errors
+        self.val_dataloader()  # both are built now so that their errors are raised before training
         self.tokenizer = tokenizer
 
     def setup(self, stage: str | None = None) -> None:
-        """Lightning's own place for the work; after `prepare` there is none left."""
+        """Lightning's hook for this work; does nothing after `prepare`."""
         self.prepare()
 
     @property
     def text_sha256(self) -> str:
-        """What the text says, both splits of it, as one number."""
+        """Hash of the text of both splits."""
         return hashlib.sha256(f"{self.corpus.train.sha256} {self.corpus.val.sha256}".encode()).hexdigest()
 
     def describe(self) -> str:
-        """One line: files, bytes, tokenizer, tokens, and whether they were there already."""
+        """One line about files, bytes, tokenizer and tokens, and whether the tokens were cached."""
         origin = "cached" if self.cached else "encoded now"
         return (
             f"{self.corpus.describe_files()}, {self.corpus.num_bytes:,} bytes; {self.tokenizer.name} tokenizer, "
-            f"vocabulary {self.vocab_size:,}, {self.bytes_per_token:.2f} bytes a token; "
-            f"{len(self.train_tokens):,} tokens to train on, {len(self.val_tokens):,} to validate ({origin})"
+            f"vocabulary {self.vocab_size:,}, {self.bytes_per_token:.2f} bytes per token; "
+            f"{len(self.train_tokens):,} tokens to train on, {len(self.val_tokens):,} to validate on ({origin})"
             + self._describe_limits()
         )
 
@@ -96,11 +96,11 @@ class TextDataModule(lightning.LightningDataModule):
         if seen < of_split:
             by_tokens = self._val_batches(self.config.val_tokens, NO_LIMITS).num_predicted
             key = "data.val_tokens" if seen == by_tokens else "trainer.limit_val_batches"
-            lines += f"\nvalidations during training see {seen:,} tokens of these ({key}); the last one sees all"
+            lines += f"\nvalidations during training use {seen:,} of these tokens ({key}); the last one uses all"
         return lines
 
     def train_dataloader(self) -> TrainBatches:
-        """Training batches from where the trainer is."""
+        """Training batches, starting after those that the run has trained on."""
         return TrainBatches(
             self.train_tokens,
             self.context_length,
@@ -112,7 +112,7 @@ class TextDataModule(lightning.LightningDataModule):
         )
 
     def val_dataloader(self) -> ValBatches:
-        """What validations during training see of the split: `val_tokens`, or less by `limit_val_batches`."""
+        """The part of the split for validations during training: `val_tokens`, or less by `limit_val_batches`."""
         return self._val_batches(self.config.val_tokens, self.limits)
 
     def full_val_dataloader(self) -> ValBatches:
@@ -120,7 +120,7 @@ class TextDataModule(lightning.LightningDataModule):
         return self._val_batches(None, NO_LIMITS)
 
     def val_passage(self, num_tokens: int) -> torch.Tensor:
-        """First ids of the validation split, (n,) int64, n <= num_tokens: the same ones in every picture."""
+        """The first ids of the validation split, (n,) int64 with n <= num_tokens: the same in every picture."""
         return torch.from_numpy(self.val_tokens[:num_tokens].astype(np.int64))
 
     def _val_batches(self, limit_tokens: int | None, limits: BatchLimits) -> ValBatches:
@@ -137,12 +137,12 @@ class TextDataModule(lightning.LightningDataModule):
         )
 
     def _rank(self) -> tuple[int, int]:
-        """This process's number and how many there are."""
+        """Rank of this process and number of processes."""
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
 
     def _steps_done(self) -> int:
-        """Batches trained on in the run's whole life, kept in every checkpoint: where a resumed run goes on.
+        """Number of batches that the run has trained on, including those before it was resumed.
 
-        `processed` counts a batch once its optimizer step is over, whenever the checkpoint is written.
+        It is saved in checkpoints. `processed` counts a batch after its optimizer step.
         """
         return self.trainer.fit_loop.epoch_loop.batch_progress.total.processed if self.trainer else 0

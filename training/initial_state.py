@@ -1,4 +1,4 @@
-"""Where a run does not begin with new weights: the checkpoint that it goes on from, or starts anew from."""
+"""The checkpoint that a run resumes from, or takes its initial weights from."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,70 +32,70 @@ from training.run_state import check_run_state
 
 @dataclass(frozen=True)
 class InitialState:
-    """A checkpoint's content, and what of it the run needs before there is a Trainer."""
+    """The content of a checkpoint, as far as the run needs it before it has a Trainer."""
 
     path: Path
     content: dict[str, Any]
     network: GPTConfig
-    """The network that it has the weights of."""
+    """The network of the checkpoint."""
     saved_tokenizer: tiktoken.Encoding
     is_resume: bool
-    """Whether the run goes on from here, with all of its state, or starts anew from these weights."""
+    """Whether the run is resumed, with all of its state, or is a new run with these weights."""
 
     @property
     def run(self) -> dict[str, Any]:
-        """LastCheckpoint's entry: seconds used, of the command and of training; the time both were given; the text."""
+        """The entry "run" of LastCheckpoint: times, hash of the text, fixed settings. Empty for a new run."""
         return self.content["run"] if self.is_resume else {}
 
     @property
     def step(self) -> int:
-        """Optimiser steps that the run has done."""
+        """Number of optimizer steps that the run has done."""
         return self.content["global_step"] if self.is_resume else 0
 
     def tokenizer(self, config: RunConfig) -> tiktoken.Encoding | None:
-        """Its tokenizer; None where the command line gives one, which then has to be the same."""
+        """The tokenizer of the checkpoint; None if the command line sets one, which has to be the same."""
         given = any(key.split(".")[0] == "tokenizer" for key in config.overridden_keys)
         return None if given else self.saved_tokenizer
 
     def check_matches(self, network: GPTConfig, data: TextDataModule) -> None:
-        """Raises UserError where network, tokens or, if the run goes on, text are not those of the checkpoint."""
+        """Raises UserError if network, tokens or, for a resumed run, the text differ from those of the checkpoint."""
         check_same_network(self.content["gpt"], self.network, network, data.tokenizer, self.path)
         if self.is_resume and self.run["text"] != data.text_sha256:
             raise UserError(
                 f"data.corpus is not the text the run was trained on: its SHA-256 is {data.text_sha256[:12]}…, was "
-                f"{self.run['text'][:12]}…. Give that text, or start anew with it: init_from={self.path}"
+                f"{self.run['text'][:12]}…. Use that text, or start a new run with this one: init_from={self.path}"
             )
 
     def load_into(self, network: GPT) -> None:
-        """Puts the weights into the network. Raises UserError where they are not all of it, or more."""
+        """Loads the weights into the network. Raises UserError for missing or unexpected weights."""
         load_weights(network, network_weights(self.content), self.path)
 
     def check_bounds(self, trainer: Trainer, config: RunConfig, batches_per_epoch: int, finished: bool) -> None:
-        """Raises UserError where a bound ends the run before there is anything left to train.
+        """Raises UserError if a bound of the run is already reached, so that nothing is left to train.
 
-        A run that was stopped just at its end, and is not finished, has its last validation left to do.
+        An unfinished run that was stopped exactly at its end may still be resumed: its last validation is missing.
         """
         if not self.is_resume:
             return
         batches = self.content["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["processed"]
         epochs, seconds = batches / batches_per_epoch, self.run["train_seconds"]
-        shares = fractions_done(trainer, self.step, epochs, seconds)
-        passed = [name for name, share in shares.items() if share > 1 and name != "max_time"]
-        reached = [name for name, share in shares.items() if share >= 1] if finished else passed
+        fractions = fractions_done(trainer, self.step, epochs, seconds)
+        exceeded = [name for name, fraction in fractions.items() if fraction > 1 and name != "max_time"]
+        reached = [name for name, fraction in fractions.items() if fraction >= 1] if finished else exceeded
         if not reached:
             return
         by_budget = config.trainer.get("max_time") in (None, "auto")
-        key = {name: "budget" if name == "max_time" and by_budget else f"trainer.{name}" for name in shares}
+        key = {name: "budget" if name == "max_time" and by_budget else f"trainer.{name}" for name in fractions}
         done = {
             "max_steps": pluralize(self.step, "step"),
             "max_epochs": f"{epochs:.4g} epoch{'' if epochs == 1 else 's'}",
             "max_time": f"{seconds:.2f} s of training",
         }
-        left = [key[name] for name in shares if name not in reached]
-        fix = f"Give a larger {' and '.join(key[name] for name in reached)}"
+        left = [key[name] for name in fractions if name not in reached]
+        fix = f"Use a larger {' and '.join(key[name] for name in reached)}"
         if left:
             unset = " ".join(f"{key[name]}={'auto' if name == 'max_time' else -1}" for name in reached)
-            fix += f", or {unset} so that {' and '.join(left)} alone ends it"
+            fix += f", or {unset} so that only {' and '.join(left)} ends the run"
         raise UserError(
             f"{' and '.join(f'{key[name]}={config.get(key[name])}' for name in reached)} is reached: the "
             f"run has done {' and '.join(done[name] for name in reached)} already, so nothing is left to train. {fix}."
@@ -103,7 +103,7 @@ class InitialState:
 
 
 def load_initial_state(config: RunConfig) -> InitialState | None:
-    """What the run begins with; None: new weights. Raises UserError for a checkpoint it cannot begin with."""
+    """Loads the checkpoint that the run starts from; None: new weights. Raises UserError for an invalid one."""
     resumed = config.resumed
     if resumed and resumed.checkpoint:
         path, content = resumed.checkpoint, _read_state(resumed.checkpoint)
@@ -119,8 +119,8 @@ def load_initial_state(config: RunConfig) -> InitialState | None:
     return initial_state
 
 
-def use_network_of(initial_state: InitialState, config: RunConfig) -> RunConfig:
-    """The config with the network of the old weights. Raises UserError where the command line gives another."""
+def with_network_of(initial_state: InitialState, config: RunConfig) -> RunConfig:
+    """Returns the config with the network of the checkpoint. Raises UserError if the command line sets another."""
     differ, network = [], {}
     for name, value in asdict(initial_state.network).items():
         if name == "vocab_size" or name in NOT_IN_WEIGHTS:
@@ -131,13 +131,13 @@ def use_network_of(initial_state: InitialState, config: RunConfig) -> RunConfig:
         network[f"model.{name}"] = value
     if differ:
         raise UserError(
-            f"{initial_state.path} is of another network: {'; '.join(differ)}. Leave it out, or start without."
+            f"{initial_state.path} has another network: {'; '.join(differ)}. Leave these keys or init_from out."
         )
     return config.replace_values(network)
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    """The content of a checkpoint to go on from. Raises UserError, with what is left to go on with."""
+    """Reads a checkpoint to resume from. Raises UserError that names another one if it is damaged."""
     try:
         content = read_checkpoint(path)
     except UserError as error:
@@ -145,17 +145,17 @@ def _read_state(path: Path) -> dict[str, Any]:
     check_format(content["gpt"], path)
     if (written := content["gpt"].get("format", 1)) != FORMAT:
         raise UserError(
-            f"{path} has format {written}: an earlier version of the project wrote it, and this one resumes runs of "
-            f"format {FORMAT}. Resume it with that version, or start a new run from its weights: init_from={path}"
+            f"{path} has format {written} of an earlier version of the project, but this one resumes runs of format "
+            f"{FORMAT}. Resume it with that version, or start a new run with its weights: init_from={path}"
         )
     if "run" not in content:
-        raise UserError(f"{path} has weights alone, nothing to go on from. A new run with them: init_from={path}")
+        raise UserError(f"{path} only has weights: it cannot be resumed. Start a new run with them: init_from={path}")
     check_run_state(content, path)
     return content
 
 
 def _suggest_fallback(damaged: Path) -> str:
-    """The newest other checkpoint of the run that is whole."""
+    """Sentence that names the newest undamaged checkpoint of the run."""
     for name, setting in (("last.ckpt", "resume"), ("previous.ckpt", "resume"), ("best.ckpt", "init_from")):
         other = damaged.with_name(name)
         if other == damaged:
@@ -166,5 +166,5 @@ def _suggest_fallback(damaged: Path) -> str:
         except UserError:
             continue
         step = content["gpt"]["step"]
-        return f"{name} beside it, of step {step:,}, is whole: python train.py {setting}={other}"
-    return "There is no other in its directory: start anew."
+        return f"{name} in the same directory, of step {step:,}, is not damaged: python train.py {setting}={other}"
+    return "There is no other checkpoint in its directory: start a new run."

@@ -1,6 +1,6 @@
-"""Several processes of one run, one a device: started, watched, and ended together.
+"""Starts, watches and ends the processes of a run on several devices, one per device.
 
-Where one of them ends, however it does, the others do too: within seconds, and with one line that says why.
+When one of them ends for any reason, the others end within seconds, and one line says why.
 """
 
 import os
@@ -34,19 +34,19 @@ from system.streams import print_error, print_note
 from training import ranks
 from training.callbacks.graceful_stop import GracefulStop, StoppedBySignal
 
-_LOST = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe|store->get|TCPStore", re.I)
-_SECONDS_TO_END = 30.0  # that the others get after the first one is done
+_CONNECTION_LOST = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe|store->get|TCPStore", re.I)
+_SECONDS_TO_END = 30.0  # for the other processes, after the first one has finished
 
 
 def cluster_environment() -> ClusterEnvironment:
-    """Where a process learns its place: from what started it, whatever other variables may say."""
+    """Lightning's source of ranks: the launcher that started this process, whatever other variables are set."""
     if ranks.launcher() == "srun":
         return SLURMEnvironment(auto_requeue=False)
     return TorchElasticEnvironment() if ranks.launcher() else LightningEnvironment()
 
 
 def launched_devices() -> dict[str, int]:
-    """The Trainer's options that a launcher has decided already."""
+    """Trainer options that the launcher has decided."""
     if not ranks.launcher():
         return {}
     per_machine = ranks.launched_per_machine()
@@ -54,23 +54,23 @@ def launched_devices() -> dict[str, int]:
 
 
 def check_processes(trainer: Trainer, strategy: Any) -> None:
-    """Raises UserError where the Trainer would start processes in a way of its own, or wait for some nobody starts.
+    """Raises UserError if the Trainer would start processes by itself, or wait for processes that are never started.
 
     Args:
-        strategy: the option, to be named.
+        strategy: option trainer.strategy, for the message.
     """
     launcher = trainer.strategy.launcher
     supported = type(trainer.strategy) in (SingleDeviceStrategy, DDPStrategy)
     if not supported or not isinstance(launcher, (_SubprocessScriptLauncher, type(None))):
         raise UserError(
-            f"trainer.strategy={strategy} is not supported. Use trainer.strategy=ddp, which trains one process a "
+            f"trainer.strategy={strategy} is not supported. Use trainer.strategy=ddp, which runs one process per "
             "device, or leave it out."
         )
     started = ranks.launched_world_size()
     if ranks.launcher() and trainer.world_size != started:
         raise UserError(
             f"{ranks.launcher()} started {started} processes, but trainer.devices x trainer.num_nodes is "
-            f"{trainer.world_size}. Leave both out, or let them agree."
+            f"{trainer.world_size}. Leave both out, or make them equal."
         )
     if not ranks.launcher() and trainer.num_nodes > 1:
         raise UserError(
@@ -80,13 +80,13 @@ def check_processes(trainer: Trainer, strategy: Any) -> None:
         )
 
 
-class Processes(_SubprocessScriptLauncher):
-    """Starts a process for each further device, with the settings of this one.
+class ProcessLauncher(_SubprocessScriptLauncher):
+    """Starts one process for each further device, with the same settings.
 
-    Their errors go into a file each, and are shown where the first process has none of its own.
+    The standard error of each goes into a temporary file, and is printed if the first process has no error itself.
 
     Args:
-        overrides: the settings, as Hydra takes them.
+        overrides: the settings as Hydra overrides.
     """
 
     def __init__(self, environment: ClusterEnvironment, num_processes: int, run_dir: Path, overrides: tuple[str, ...]):
@@ -96,26 +96,26 @@ class Processes(_SubprocessScriptLauncher):
         self._errors: list[IO[bytes]] = []
 
     def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Calls the function, after the other processes were started; once a run."""
+        """Starts the other processes, once per run, and calls the function."""
         if not self.procs and not self.cluster_environment.creates_processes_externally:
             self._start()
         _set_num_threads_if_needed(self.num_processes)
         return function(*args, **kwargs)
 
     def _start(self) -> None:
-        place = {
+        variables = {
             "MASTER_ADDR": self.cluster_environment.main_address,
             "MASTER_PORT": str(self.cluster_environment.main_port),
             ranks.PARENT: str(os.getpid()),
             ranks.RUN_DIR: str(self._run_dir),
         }
-        # The settings of this run alone: in a sweep the command line has those of others too.
+        # Only the settings of this run: in a sweep, the command line has the values of all runs.
         command = [sys.executable, os.path.abspath(sys.argv[0]), *self._overrides, "hydra.mode=RUN"]
         for rank in range(1, self.num_processes):
-            self._errors.append(tempfile.TemporaryFile())  # noqa: SIM115 -- closed in `end`
+            self._errors.append(tempfile.TemporaryFile())  # noqa: SIM115 -- `end` closes it
             process = subprocess.Popen(
                 command,
-                env=os.environ | place | {"LOCAL_RANK": str(rank)},
+                env=os.environ | variables | {"LOCAL_RANK": str(rank)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors[-1],
@@ -123,14 +123,14 @@ class Processes(_SubprocessScriptLauncher):
             self.procs.append(process)
 
     def failed(self) -> tuple[int, int] | None:
-        """Rank and exit code of a process that did not end well; None: there is none."""
+        """Rank and exit code of a process that failed; None if there is none."""
         for rank, process in enumerate(self.procs, start=1):
             if process.poll():
                 return rank, process.returncode
         return None
 
-    def why(self, resume_command: str) -> BaseException:
-        """What the end of another process means for this one: the signal it got, its error, or one line about it."""
+    def failure(self, resume_command: str) -> BaseException:
+        """The exception for the process that failed: its signal, its error, or one line about its exit code."""
         rank, code = self.failed()
         if (number := -code if code < 0 else code - 128) in GracefulStop.SIGNALS:
             return StoppedBySignal(number)
@@ -138,16 +138,16 @@ class Processes(_SubprocessScriptLauncher):
         printed = self._errors[rank - 1].read().decode(errors="replace")
         if code == 2 and (lines := re.findall(r"^error: (.*)$", printed, re.M)):
             return UserError(lines[-1])
-        if printed:  # a traceback: somebody has to see it
+        if printed:  # for example a traceback
             print_note(printed.rstrip("\n"))
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        memory = ", which the system sends where memory is used up" if code == -signal.SIGKILL else ""
+        memory = ", which the system sends when memory runs out" if code == -signal.SIGKILL else ""
         return UserError(
             f"the process of rank {rank} {how}{memory}. Earlier checkpoints are complete; resume with: {resume_command}"
         )
 
     def end(self, seconds: float) -> None:
-        """Waits for the others, at most so long, and ends them."""
+        """Waits for the other processes, at most this long, and kills those that still run."""
         deadline = time.monotonic() + seconds
         for process in self.procs:
             with suppress(subprocess.TimeoutExpired):
@@ -160,35 +160,35 @@ class Processes(_SubprocessScriptLauncher):
         self.procs, self._errors = [], []
 
     def kill(self, signum: int) -> None:
-        """Lightning would pass signals on, before the step is over."""
+        """Does nothing: Lightning would forward signals before the step ends."""
 
 
-class Watch(threading.Thread):
-    """Ends all processes where the main thread of the first cannot: waiting inside of torch, it hears of no signal.
+class ProcessWatcher(threading.Thread):
+    """Ends all processes when the main thread of the first cannot, because it waits inside torch and gets no signal.
 
     Args:
-        others: the processes that this one starts.
-        graceful_stop: knows whether a signal waits for the step's end.
-        resume_command: for the line about a process that failed.
-        stopped: says what is saved, where it was a signal.
+        others: launcher of the other processes.
+        graceful_stop: knows whether a signal waits for the end of the step.
+        resume_command: for the message about a process that failed.
+        on_stop: called after a signal; says what is saved.
     """
 
-    SECONDS_BETWEEN_LOOKS = 0.5
-    SECONDS_TO_ANSWER = 5.0  # that the main thread has
+    SECONDS_BETWEEN_CHECKS = 0.5
+    SECONDS_TO_REACT = 5.0  # for the main thread
 
-    def __init__(self, others: Processes, graceful_stop: GracefulStop, resume_command: str, stopped: Callable):
+    def __init__(self, others: ProcessLauncher, graceful_stop: GracefulStop, resume_command: str, on_stop: Callable):
         super().__init__(daemon=True)
         self._others, self._graceful_stop = others, graceful_stop
-        self._resume_command, self._stopped = resume_command, stopped
+        self._resume_command, self._on_stop = resume_command, on_stop
         self._over = threading.Event()
         self._signals = b""
 
     def __enter__(self) -> None:
-        self._told, teller = self._sockets = socket.socketpair()
+        self._receiver, sender = self._sockets = socket.socketpair()
         for end in self._sockets:
             end.setblocking(False)
-        # Python writes each signal's number here at once, whatever the main thread does.
-        self._before = signal.set_wakeup_fd(teller.fileno(), warn_on_full_buffer=False)
+        # Python writes the number of each signal here at once, whatever the main thread does.
+        self._before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
         self.start()
 
     def __exit__(self, *args) -> None:
@@ -199,23 +199,25 @@ class Watch(threading.Thread):
             end.close()
 
     def run(self) -> None:
-        """Looks from time to time."""
+        """Checks twice per second."""
         since = None
-        while not self._over.wait(self.SECONDS_BETWEEN_LOOKS):
+        while not self._over.wait(self.SECONDS_BETWEEN_CHECKS):
             with suppress(BlockingIOError):
-                received = self._told.recv(100)  # also of others that have a handler, such as SIGCONT
+                received = self._receiver.recv(100)  # also other signals with a handler, such as SIGCONT
                 self._signals += bytes(number for number in received if number in GracefulStop.SIGNALS)
             at_once = len(self._signals) > (1 if self._graceful_stop.training else 0)
             if not at_once and not self._others.failed():
                 continue
             since = since or time.monotonic()
-            if time.monotonic() - since > self.SECONDS_TO_ANSWER:
-                self._end_all(StoppedBySignal(self._signals[-1]) if at_once else self._others.why(self._resume_command))
+            if time.monotonic() - since > self.SECONDS_TO_REACT:
+                self._end_all(
+                    StoppedBySignal(self._signals[-1]) if at_once else self._others.failure(self._resume_command)
+                )
 
     def _end_all(self, reason: BaseException) -> None:
         self._others.end(0.0)
         if isinstance(reason, StoppedBySignal):
-            self._stopped()
+            self._on_stop()
             os._exit(128 + reason.args[0])
         print_error(str(reason))
         os._exit(2)
@@ -223,45 +225,48 @@ class Watch(threading.Thread):
 
 @contextmanager
 def supervise(
-    trainer: Trainer, graceful_stop: GracefulStop, resume_command: str, stopped: Callable[[], None]
+    trainer: Trainer, graceful_stop: GracefulStop, resume_command: str, on_stop: Callable[[], None]
 ) -> Iterator[None]:
-    """Around training: all processes of the run end where one does, and one of them says why.
+    """Context of training: when one process of the run ends, all of them do, and one of them says why.
 
     Raises:
-        UserError, StoppedBySignal: what another process ended by.
+        UserError, StoppedBySignal: the reason why another process ended.
     """
     others = trainer.strategy.launcher
     if trainer.world_size == 1:
         yield
         return
-    if not isinstance(others, Processes):
-        with _end_explained(None, resume_command):
+    if not isinstance(others, ProcessLauncher):
+        with _explain_lost_connection(None, resume_command):
             yield
         return
     seconds = 0.0
     try:
-        with Watch(others, graceful_stop, resume_command, stopped), _end_explained(others, resume_command):
+        with (
+            ProcessWatcher(others, graceful_stop, resume_command, on_stop),
+            _explain_lost_connection(others, resume_command),
+        ):
             yield
         seconds = _SECONDS_TO_END
     finally:
         others.end(seconds)
-        with suppress(Exception):  # the next run of a sweep has a group of its own
+        with suppress(Exception):  # the next run of a sweep creates its own group
             torch.distributed.destroy_process_group()
 
 
 @contextmanager
-def _end_explained(others: Processes | None, resume_command: str) -> Iterator[None]:
-    """Raises in place of torch's complaint about a lost connection what is behind it."""
+def _explain_lost_connection(others: ProcessLauncher | None, resume_command: str) -> Iterator[None]:
+    """Replaces the error of torch about a lost connection with its cause."""
     try:
         yield
     except RuntimeError as error:
-        if not _LOST.search(str(error)):
+        if not _CONNECTION_LOST.search(str(error)):
             raise
         if not ranks.is_first():
             sys.exit(1)
         if others is None:
             raise UserError(
-                "another process of this run ended; its own lines say why. Earlier checkpoints are complete; "
+                "another process of this run ended; its messages say why. Earlier checkpoints are complete; "
                 f"resume with: {resume_command}"
             ) from error
         deadline = time.monotonic() + _SECONDS_TO_END
@@ -269,4 +274,4 @@ def _end_explained(others: Processes | None, resume_command: str) -> Iterator[No
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
-        raise others.why(resume_command) from None
+        raise others.failure(resume_command) from None

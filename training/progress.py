@@ -1,7 +1,7 @@
-"""How much of a run is over, and what follows from it: when it validates. Its learning rates and its end do too.
+"""The progress of a run from 0 to 1, which decides when it validates and ends, and its learning rates.
 
-A run has one or more bounds, `trainer.max_steps`, `max_epochs` and `max_time`; the first one reached ends it.
-`min_steps` and `min_epochs` hold back the end by time alone: the run goes on until they are reached too.
+A run ends when it reaches the first of its bounds: `trainer.max_steps`, `max_epochs` or `max_time`. `min_steps` and
+`min_epochs` only delay an end by `max_time`.
 """
 
 import sys
@@ -18,9 +18,10 @@ NEVER = sys.maxsize
 
 
 class RunTimer(Timer):
-    """The time spent training, over all resumptions, and the bound on it. It ends no run: `run_progress` says when.
+    """Measures the training time of a run, including the time before it was resumed, against `trainer.max_time`.
 
-    Time in which the process is stopped, by Ctrl-Z for example, does not count.
+    Unlike Lightning's Timer it does not stop the run; `run_progress` decides that. Time in which the process is
+    suspended, for example with Ctrl-Z, does not count.
     """
 
     def __init__(self, duration: timedelta | None, min_steps: int | None = None, min_epochs: int | None = None):
@@ -30,10 +31,10 @@ class RunTimer(Timer):
 
     @property
     def state_key(self) -> str:
-        """Lightning's Timer's: a run may go on with another kind of bound."""
+        """That of Lightning's Timer, so that a run can be resumed with another kind of bound."""
         return Timer.__qualname__
 
-    # Where Lightning's Timer would end the run, whatever is still to be reached.
+    # Here Lightning's Timer would stop the run, even before `min_steps`.
     on_fit_start = Callback.on_fit_start
     on_train_batch_end = Callback.on_train_batch_end
 
@@ -42,93 +43,93 @@ class RunTimer(Timer):
         self._start_time[RunningStage.TRAINING] = running_seconds()
 
     def on_train_end(self, *args: Any) -> None:
-        """Stops it."""
+        """Stops the clock."""
         self._end_time[RunningStage.TRAINING] = running_seconds()
 
     def time_elapsed(self, stage: str = RunningStage.TRAINING) -> float:
-        """Seconds of training over all resumptions."""
+        """Seconds of training, including those before the run was resumed."""
         if stage != RunningStage.TRAINING or self.start_time() is None or self.end_time() is not None:
             return super().time_elapsed(stage)
         return running_seconds() - self.start_time() + self._offset
 
     def fraction_done(self, steps: int, epochs: float, seconds: float) -> float | None:
-        """Of the time, as far as the minimums let it count. None: time is no bound."""
-        share = self._time_fraction(seconds)
-        if share is None:
+        """Fraction of the time that is used, as far as the minimums allow. None: no bound on time."""
+        time_fraction = self._time_fraction(seconds)
+        if time_fraction is None:
             return None
-        shares = [share]
+        fractions = [time_fraction]
         if self.min_steps:
-            shares.append(steps / self.min_steps)
+            fractions.append(steps / self.min_steps)
         if self.min_epochs:
-            shares.append(epochs / self.min_epochs)
-        return min(shares)
+            fractions.append(epochs / self.min_epochs)
+        return min(fractions)
 
     def _time_fraction(self, seconds: float) -> float | None:
         return None if self._duration is None else seconds / self._duration
 
     def can_validate(self) -> bool:
-        """Whether there is time for a validation that is due before the end."""
+        """Whether there is time for a validation before the end of the run."""
         return True
 
 
 def run_timer(trainer: Trainer) -> RunTimer:
-    """The one of this Trainer."""
+    """The RunTimer of this Trainer."""
     return next(callback for callback in trainer.callbacks if isinstance(callback, RunTimer))
 
 
 def fractions_done(trainer: Trainer, steps: int, epochs: float, seconds: float) -> dict[str, float]:
-    """By each of its bounds, the share of the run that is over after so much; above 1 if the bound was passed."""
-    shares = {}
+    """For each bound of the run, the fraction of it that is reached; above 1 if it is exceeded."""
+    fractions = {}
     if trainer.max_steps > 0:
-        shares["max_steps"] = steps / trainer.max_steps
+        fractions["max_steps"] = steps / trainer.max_steps
     if trainer.max_epochs and trainer.max_epochs > 0:
-        shares["max_epochs"] = epochs / trainer.max_epochs
-    if (share := run_timer(trainer).fraction_done(steps, epochs, seconds)) is not None:
-        shares["max_time"] = share
-    return shares
+        fractions["max_epochs"] = epochs / trainer.max_epochs
+    if (time_fraction := run_timer(trainer).fraction_done(steps, epochs, seconds)) is not None:
+        fractions["max_time"] = time_fraction
+    return fractions
 
 
 def run_progress(trainer: Trainer, steps_ahead: int = 0) -> float:
-    """Share of the run that is over, 0 to 1: by whichever bound is nearest.
+    """Fraction of the run that is done, 0 to 1, by the bound that is nearest.
 
     Args:
-        steps_ahead: asks for the share after so many optimizer steps more, as long as those until now on average.
+        steps_ahead: predicts the fraction after this many more optimizer steps of average duration.
     """
     steps, batches = trainer.global_step, trainer.fit_loop.epoch_loop.batch_progress.total.processed
     seconds = run_timer(trainer).time_elapsed()
     if steps_ahead:
         seconds *= 1 + steps_ahead / max(1, steps)
         steps, batches = steps + steps_ahead, batches + steps_ahead * trainer.accumulate_grad_batches
-    shares = fractions_done(trainer, steps, batches / trainer.num_training_batches, seconds)
-    return min(1.0, max(shares.values(), default=0.0))
+    fractions = fractions_done(trainer, steps, batches / trainer.num_training_batches, seconds)
+    return min(1.0, max(fractions.values(), default=0.0))
 
 
 class ValidationSchedule(Callback):
-    """Tells Lightning after which batches to validate; the last time is at the end of the run, always.
+    """Tells Lightning after which batches to validate; the last validation is always at the end of the run.
 
     Args:
-        num_validations: how many, evenly spread over the run, where there is no interval.
-        interval: in its place, a number of batches (int), a share of an epoch (float), or a time since the last one.
+        num_validations: number of validations, evenly spread over the run; used if `interval` is None.
+        interval: number of batches (int), fraction of an epoch (float), or time between validations.
     """
 
     def __init__(self, num_validations: int, interval: int | float | timedelta | None):
         self._num_validations = num_validations
         self._interval = interval
-        self._done = 0
-        self._last_at = 0.0  # running_seconds() at the end of the last validation
+        self._num_done = 0
+        self._last_ended_at = 0.0  # running_seconds() at the end of the last validation
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Those before are done, where the run is resumed."""
-        self._done, self._last_at = self._due(trainer, run_progress(trainer)), running_seconds()
+        """Counts the validations that a resumed run has done before."""
+        self._num_done, self._last_ended_at = self._due(trainer, run_progress(trainer)), running_seconds()
 
     def on_train_batch_end(self, trainer: Trainer, *args) -> None:
-        """Lightning validates if the number of batches can be divided by `val_check_batch`."""
+        """Sets `val_check_batch`: Lightning validates when the number of batches is a multiple of it."""
         progress = run_progress(trainer)
-        due = progress >= 1 or (self._due(trainer, progress) > self._done and run_timer(trainer).can_validate())
+        due = progress >= 1 or (self._due(trainer, progress) > self._num_done and run_timer(trainer).can_validate())
         trainer.val_check_batch = 1 if due else NEVER
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
-        """What else became due during a long validation is left out."""
+        """Skips validations that became due during this one."""
         self.on_train_start(trainer, module)
 
     def _due(self, trainer: Trainer, progress: float) -> int:
@@ -137,7 +138,7 @@ class ValidationSchedule(Callback):
             return int(self._num_validations * progress + 1e-9)  # 49 x (1 / 49) is a little less than 1
         batches = trainer.fit_loop.total_batch_idx + 1
         if isinstance(self._interval, timedelta):
-            return self._done + (running_seconds() - self._last_at >= self._interval.total_seconds())
+            return self._num_done + (running_seconds() - self._last_ended_at >= self._interval.total_seconds())
         if isinstance(self._interval, float):
             return batches // max(1, round(self._interval * trainer.num_training_batches))
         return batches // self._interval

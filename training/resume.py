@@ -1,4 +1,4 @@
-"""Which run is resumed, and which of its settings can't change. configs/saved_config.py reads them."""
+"""Finds the run to resume, and says which of its settings cannot change. configs/saved_config.py reads them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,32 +10,32 @@ from training.config import RunConfig
 from training.ranks import published_run_dir
 from training.run_dir import is_locked
 
-# What weights, optimiser state and the order of batches were made with. The text may lie elsewhere: what it says is
-# compared (training/initial_state.py).
-_FIXED = ("model.", "tokenizer.", "data.", "seed", "optimizer.name")
-_FREE = ("model.dropout", "model.bigram_dropout", "data.cache_dir", "data.corpus")
-_BOUNDS = ("budget", "trainer.max_steps", "trainer.max_epochs", "trainer.max_time")
+# Weights, optimizer state and the order of batches depend on these. The text may be in another file with the same
+# content, which training/initial_state.py compares.
+FIXED_KEYS = ("model.", "tokenizer.", "data.", "seed", "optimizer.name")
+CHANGEABLE_KEYS = ("model.dropout", "model.bigram_dropout", "data.cache_dir", "data.corpus")
+BOUNDS = ("budget", "trainer.max_steps", "trainer.max_epochs", "trainer.max_time")
 
 
-def find_run(choice: str, runs_dir: Path) -> tuple[Path, Path | None]:
-    """The directory of the run that is meant, and its checkpoint if there is one.
+def find_resumable_run(choice: str, runs_dir: Path) -> tuple[Path, Path | None]:
+    """Returns the directory of the run to resume, and its checkpoint if it has one.
 
     Args:
-        choice: a run directory, one of its checkpoints, or "true": the newest unfinished run below `runs_dir`.
+        choice: a run directory, a checkpoint in it, or "true" for the newest unfinished run below `runs_dir`.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such run.
     """
     path = published_run_dir() or (_newest_unfinished(runs_dir) if choice == "true" else Path(choice).absolute())
     if path.suffix == ".ckpt" and path.is_file():
         return path.parents[1], path
     if not (path / "config.yaml").is_file():
-        raise UserError(f"resume={choice}: {path} is no run directory: it has no config.yaml. Give one below runs_dir.")
+        raise UserError(f"resume={choice}: {path} is not a run directory: it has no config.yaml. Use one in runs_dir.")
     return path, _checkpoint_in(path)
 
 
 def _checkpoint_in(run_dir: Path) -> Path | None:
-    """What a run can be resumed from. None: it was stopped before the first one."""
+    """The checkpoint to resume from. None: the run was stopped before it saved one."""
     found = [run_dir / "checkpoints" / name for name in ("last.ckpt", "previous.ckpt")]
     return next((checkpoint for checkpoint in found if checkpoint.is_file()), None)
 
@@ -48,27 +48,27 @@ def _newest_unfinished(runs_dir: Path) -> Path:
     ]
     if not found:
         raise UserError(
-            f"resume=true: all runs below {str(runs_dir)!r} are finished or in use. Begin one with: python train.py, "
-            "or make a finished one longer: resume=RUN_DIR with a larger trainer.max_steps or budget."
+            f"resume=true: all runs below {str(runs_dir)!r} are finished or in use. Start one with: python train.py, "
+            "or extend a finished one: resume=RUN_DIR with a larger trainer.max_steps or budget."
         )
-    # Rather one that has saved something: what failed before its first checkpoint would fail again.
+    # Prefers runs with a checkpoint: one that failed before its first checkpoint would fail again.
     return max(found, key=lambda path: (bool(_checkpoint_in(path)), (path / "config.yaml").stat().st_mtime_ns))
 
 
 def check_unfinished(run_dir: Path, get: Callable[[str], Any], changes: list[str]) -> None:
-    """Raises UserError for a run that is finished, unless one of the changes makes it longer.
+    """Raises UserError for a finished run, unless one of the changes extends it.
 
     Args:
-        get: the value of a dotted key.
-        changes: in words, each begins with its key.
+        get: returns the value of a dotted key.
+        changes: changed settings as text that begins with the key.
     """
-    if (run_dir / "summary.json").exists() and not any(change.startswith(_BOUNDS) for change in changes):
-        bound = next((key for key in _BOUNDS[1:] if get(key) not in (None, -1, "auto")), "budget")
-        raise UserError(f"{run_dir} is finished: {bound}={get(bound)} is reached. To train on, give a larger {bound}.")
+    if (run_dir / "summary.json").exists() and not any(change.startswith(BOUNDS) for change in changes):
+        bound = next((key for key in BOUNDS[1:] if get(key) not in (None, -1, "auto")), "budget")
+        raise UserError(f"{run_dir} is finished: {bound}={get(bound)} is reached. To train on, use a larger {bound}.")
 
 
 def fixed_settings(config: RunConfig) -> dict[str, Any]:
-    """What can't change in a run, for its checkpoints; the network is there anyway."""
+    """The settings of a run that cannot change, for its checkpoints, which have those of the network anyway."""
     values = config.values()
     flat = {f"{group}.{name}": value for group in ("tokenizer", "data") for name, value in values[group].items()}
     flat |= {"seed": values["seed"], "optimizer.name": values["optimizer"]["name"]}
@@ -76,24 +76,24 @@ def fixed_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def is_fixed(key: str) -> bool:
-    """Whether a run keeps the value of this dotted key."""
-    return key.startswith(_FIXED) and key not in _FREE
+    """Whether the value of this dotted key cannot change when a run is resumed."""
+    return key.startswith(FIXED_KEYS) and key not in CHANGEABLE_KEYS
 
 
 def check_same_settings(saved: dict[str, Any], config: RunConfig) -> None:
-    """Raises UserError where config.yaml has other fixed values than the run was made with.
+    """Raises UserError if fixed settings in config.yaml were changed since the run started.
 
     Args:
-        saved: `fixed_settings`, from the checkpoint; empty in those of earlier versions.
+        saved: `fixed_settings` of the checkpoint; empty in checkpoints of earlier versions.
     """
     ours = fixed_settings(config)
     differ = [
-        f"{key} {short_repr(ours[key])} in place of {short_repr(value)}"
+        f"{key} is {short_repr(ours[key])}, was {short_repr(value)}"
         for key, value in saved.items()
         if key in ours and ours[key] != value
     ]
     if differ:
         raise UserError(
-            f"{config.resumed.run_dir / 'config.yaml'} was changed after the run was made: {', '.join(differ)}. Put "
-            f"that back, or start anew: init_from={config.resumed.checkpoint}"
+            f"{config.resumed.run_dir / 'config.yaml'} was changed after the run started: {'; '.join(differ)}. Undo "
+            f"that, or start a new run: init_from={config.resumed.checkpoint}"
         )

@@ -1,4 +1,4 @@
-"""One directory a run, never shared: config.yaml, train.log, checkpoints/, TensorBoard events, summary.json."""
+"""The directory of a run: config.yaml, train.log, checkpoints/, logs, summary.json. No two runs share one."""
 
 import os
 import re
@@ -25,12 +25,12 @@ from training.ranks import is_first, publish_run_dir, published_run_dir
 
 
 def new_run_dir(config: RunConfig) -> Path:
-    """Makes the directory of this run: below `runs_dir`, or below its sweep's directory.
+    """Creates the directory of this run, below `runs_dir` or the directory of its sweep.
 
-    Raises UserError where it cannot be made.
+    Raises UserError if it cannot be created.
     """
-    if told := published_run_dir():
-        return told
+    if published := published_run_dir():
+        return published
     if job := config.sweep_job:
         settings = re.sub(r"[^\w.,-]+", "_", job.settings)[:80]
         return make_new_dir(job.sweep_dir, f"{job.number:02d}_{settings}")
@@ -39,9 +39,9 @@ def new_run_dir(config: RunConfig) -> Path:
 
 @contextmanager
 def lock_run_dir(run_dir: Path) -> Iterator[None]:
-    """Makes the directory this process's own, and that of the others of its run, until it ends, however it ends.
+    """Reserves the directory for the processes of this run until this process ends.
 
-    Raises UserError where another process trains in it.
+    Raises UserError if another run uses it.
     """
     if not is_first():
         yield
@@ -58,7 +58,7 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Whether another process trains in it."""
+    """Whether another process is training in it."""
     if fcntl is None:
         return False
     descriptor = os.open(run_dir, os.O_RDONLY)
@@ -69,7 +69,7 @@ def is_locked(run_dir: Path) -> bool:
 
 
 def _lock(descriptor: int | None) -> bool:
-    """Whether nobody else has the lock, which the system takes away with the process. True where there are no locks."""
+    """Locks a directory until the process ends; returns False if another process has the lock."""
     try:
         if descriptor is not None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -82,10 +82,10 @@ def _lock(descriptor: int | None) -> bool:
 
 @contextmanager
 def cleanup_on_error(run_dir: Path, unless: Callable[[], Any]) -> Iterator[None]:
-    """Takes the directory away again where the run failed before it began: nothing half-made stays to be resumed.
+    """Removes the directory if the run fails before it has trained, so that no incomplete run is left to resume.
 
     Args:
-        unless: whether there is something in it to keep.
+        unless: returns whether the directory has something to keep.
     """
     try:
         yield
@@ -98,25 +98,25 @@ def cleanup_on_error(run_dir: Path, unless: Callable[[], Any]) -> Iterator[None]
 
 
 def remove(run_dir: Path) -> None:
-    """Takes a directory away with all in it, and the one it was made in where nothing else is there."""
+    """Removes a directory, and its parent if that is empty then."""
     shutil.rmtree(run_dir, ignore_errors=True)
-    with suppress(OSError):  # it has other runs
+    with suppress(OSError):  # the parent has other runs
         run_dir.parent.rmdir()
 
 
-@cache  # Hydra asks more than once in a sweep, and means the same directory
+@cache  # Hydra asks more than once per sweep
 def new_sweep_dir(runs_dir: str) -> str:
-    """Makes the directory that holds the runs of one sweep."""
+    """Creates the directory for the runs of one sweep."""
     return str(make_new_dir(Path(expand_user(runs_dir)).absolute(), f"{timestamp()}_sweep"))
 
 
 def timestamp() -> str:
-    """The time now, in an order that sorts."""
+    """The current time in a format that sorts."""
     return datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
 
 
 def make_new_dir(parent: Path, name: str) -> Path:
-    """Makes parent/name, or parent/name_2 and so on: mkdir tells atomically whether it was there."""
+    """Creates parent/name, or parent/name_2 and so on if it exists. mkdir is atomic, so no two runs get the same."""
     for number in range(1, 10_000):
         path = parent / (name if number == 1 else f"{name}_{number}")
         try:
@@ -127,20 +127,20 @@ def make_new_dir(parent: Path, name: str) -> Path:
                 raise UserError(f"{parent} is not a directory. Choose another runs_dir.") from None
         except OSError as error:
             raise UserError(
-                f"cannot make a directory in {parent}: {error.strerror}. Choose another runs_dir."
+                f"cannot create a directory in {parent}: {error.strerror}. Choose another runs_dir."
             ) from None
     raise UserError(f"{parent} has 10,000 runs named {name}. Choose another runs_dir.")
 
 
-# Commands that a run suggests, as one would type them here
+# Commands that a run suggests
 
 
 def tensorboard_command(logdir: Path) -> str:
-    """What shows all runs below a directory."""
+    """The command that shows all runs below a directory in TensorBoard."""
     where = shlex.quote(str(relative(logdir)))
     return f"{python_command()} -m tensorboard.main --logdir {where} --samples_per_plugin images=100"
 
 
 def resume_command(run_dir: Path) -> str:
-    """What resumes the run."""
+    """The command that resumes the run."""
     return f"{python_command()} train.py resume={shlex.quote(str(relative(run_dir)))}"

@@ -1,7 +1,7 @@
-"""The state of a run in a checkpoint, which may be another person's, before anything is restored from it.
+"""Checks the training state in a checkpoint, which may come from a stranger, before it is restored.
 
-Lightning and PyTorch restore what a file says: counters of any type, optimizer states of any shape. Here each value is
-compared with what this run would write itself, and they get that alone.
+Lightning and PyTorch restore whatever a file has: counters of any type, optimizer states of any shape. Here each value
+is compared with what this run would save itself, and only matching values are passed on.
 """
 
 import math
@@ -48,11 +48,11 @@ RUN_STATE = {
         **{name: COUNT for name in ("growth_interval", "_growth_tracker")},
     },
 }
-"""Entries of last.ckpt beside those of each checkpoint, in the language of system/checks.py."""
+"""Entries of last.ckpt that other checkpoints do not have; system/checks.py explains the notation."""
 
 
 def check_run_state(content: dict[str, Any], path: Path) -> None:
-    """Raises UserError where an entry that a resumed run needs is missing, or is not what it should be."""
+    """Raises UserError if an entry that a resumed run needs is missing or invalid."""
     try:
         check(content, RUN_STATE, "it")
         run, step = content["run"], content["global_step"]
@@ -65,18 +65,18 @@ def check_run_state(content: dict[str, Any], path: Path) -> None:
 
 
 def restorable_state(content: dict[str, Any], trainer: Trainer, optimizer: torch.optim.Optimizer, path: Path) -> dict:
-    """What Lightning may restore: the values of the checkpoint, and of them no others than this run would write.
+    """Returns the part of a checkpoint that Lightning may restore: only values that this run would save itself.
 
     Args:
-        content: checked by `check_run_state`, its weights loaded into the network.
-        optimizer: a new one for the run's network.
+        content: content of a checkpoint that `check_run_state` accepts and that the network's weights came from.
+        optimizer: new optimizer for the network of the run.
 
     Raises:
-        UserError: a loop's counters, or the optimizer's state, are not those of such a run.
+        UserError: loop counters or optimizer state do not fit the run.
     """
     step = content["global_step"]
     try:
-        fit_loop = _like(content["loops"]["fit_loop"], trainer.fit_loop.state_dict(), "loops.fit_loop")
+        fit_loop = _matching(content["loops"]["fit_loop"], trainer.fit_loop.state_dict(), "loops.fit_loop")
         done = fit_loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
         epochs = fit_loop["epoch_progress"]["current"]["processed"]
         if (done, epochs) != (step, content["epoch"]):
@@ -99,17 +99,17 @@ def restorable_state(content: dict[str, Any], trainer: Trainer, optimizer: torch
     }
 
 
-def _like(value: Any, ours: Any, name: str) -> Any:
-    """The value's counters and switches, by the names that ours have; a counter it does not have is as ours."""
+def _matching(value: Any, ours: Any, name: str) -> Any:
+    """Keeps the counters and flags that `ours` has; a missing one gets the value of `ours`."""
     if isinstance(ours, dict):
         check(value, dict, name)
-        return {key: _like(value.get(key, inner), inner, f"{name}.{key}") for key, inner in ours.items()}
+        return {key: _matching(value.get(key, inner), inner, f"{name}.{key}") for key, inner in ours.items()}
     check(value, bool if isinstance(ours, bool) else COUNT, name)
     return value
 
 
 def _optimizer_state(saved: dict[str, Any], optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
-    """The saved numbers, in groups with this run's own settings. Raises ValueError where one is not for its weight."""
+    """The saved state with the settings of this run. Raises ValueError if a state does not fit its weight."""
     ours = optimizer.state_dict()["param_groups"]
     sizes = [[len(group["params"]) for group in groups] for groups in (saved["param_groups"], ours)]
     if [group["params"] for group in saved["param_groups"]] != [group["params"] for group in ours]:
@@ -123,14 +123,14 @@ def _optimizer_state(saved: dict[str, Any], optimizer: torch.optim.Optimizer, st
                     raise ValueError(f"optimizer_states.0.state.{index} has other keys than {', '.join(shapes)}")
         if len(saved["state"]) != sum(sizes[1]):
             raise ValueError(f"its optimizer has the state of {len(saved['state'])} weights, not of {sum(sizes[1])}")
-    groups = [{**group, "initial_lr": group["lr"]} for group in ours]  # as the scheduler has noted it
+    groups = [{**group, "initial_lr": group["lr"]} for group in ours]  # as set by the scheduler
     return {"state": saved["state"], "param_groups": groups}
 
 
 def _state_of(weight: torch.Tensor, muon: bool) -> dict[str, Predicate]:
-    """What the optimizer keeps for a weight."""
-    like = Predicate(
-        f"numbers of shape {tuple(weight.shape)}",
+    """The state that the optimizer keeps for a weight."""
+    tensor_like = Predicate(
+        f"a floating-point tensor of shape {tuple(weight.shape)}",
         lambda value: type(value) is torch.Tensor and value.is_floating_point() and value.shape == weight.shape,
     )
     count = Predicate(
@@ -138,11 +138,11 @@ def _state_of(weight: torch.Tensor, muon: bool) -> dict[str, Predicate]:
         lambda value: type(value) is torch.Tensor and value.dtype == torch.float32 and value.ndim == 0
         and 0 <= float(value) < math.inf,
     )  # fmt: skip
-    return {"momentum": like} if muon else {"step": count, "exp_avg": like, "exp_avg_sq": like}
+    return {"momentum": tensor_like} if muon else {"step": count, "exp_avg": tensor_like, "exp_avg_sq": tensor_like}
 
 
 def _cannot_resume(path: Path, error: Exception) -> UserError:
     return UserError(
         f"{path} is not a state that this run can resume from ({str(error)[:200]}). Resume another checkpoint, or "
-        f"begin a new run with its weights: init_from={path}"
+        f"start a new run with its weights: init_from={path}"
     )

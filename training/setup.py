@@ -1,4 +1,4 @@
-"""A run, put together: size, time, text, network, Trainer. train.py runs it."""
+"""Builds a run from its config: network size, time, text, network, Trainer. train.py runs it."""
 
 import inspect
 import math
@@ -28,11 +28,11 @@ from training.checkpointing import AtomicCheckpointIO
 from training.compile import maybe_compile
 from training.config import OptimizerConfig, RunConfig
 from training.datamodule import TextDataModule
-from training.initial_state import InitialState, use_network_of
+from training.initial_state import InitialState, with_network_of
 from training.lightning_module import GPTLightning
 from training.loggers import RunLogger
 from training.optim import build_optimizer
-from training.processes import Processes
+from training.processes import ProcessLauncher
 from training.progress import RunTimer
 from training.ranks import launcher
 from training.resume import fixed_settings
@@ -42,18 +42,18 @@ from training.trainer import batch_limits, build_trainer, check_time_bounds, exp
 
 @dataclass(frozen=True)
 class Run:
-    """All of a run but its directory and its Trainer."""
+    """Everything about a run except its directory and its Trainer."""
 
     config: RunConfig
-    options: dict[str, Any]  # the Trainer's
+    options: dict[str, Any]  # of the Trainer
     data: TextDataModule
     module: GPTLightning
     metrics: MetricsLogger
-    timer: BudgetTimer | None  # None: something else than a budget ends it
+    timer: BudgetTimer | None  # None: the run has no budget
     initial_state: InitialState | None
-    started_at: float  # a reading of running_seconds(), earlier by what a resumed run has used before
-    metadata: dict[str, Any]  # what its checkpoints say of it
-    budget_summary: str  # what the budget budget_summary
+    started_at: float  # reading of running_seconds(); for a resumed run, earlier by the time used before
+    metadata: dict[str, Any]  # goes into its checkpoints
+    budget_summary: str  # what the budget has picked
 
     @property
     def network(self) -> GPT:
@@ -61,21 +61,21 @@ class Run:
 
 
 def prepare_run(config: RunConfig, initial_state: InitialState | None, started_at: float) -> Run:
-    """Decides size and time, reads the text, makes the network.
+    """Decides the size of the network and the training time, reads the text, and builds the network.
 
     Args:
-        initial_state: the weights it begins with; None: new ones.
-        started_at: when the command did, a reading of running_seconds().
+        initial_state: checkpoint to start from; None: new weights.
+        started_at: start of the command, as a reading of running_seconds().
 
     Raises:
-        UserError: settings that cannot work, alone, together, or with the initial_state weights.
+        UserError: invalid settings, or settings that do not fit each other or the checkpoint.
     """
     options = resolve_trainer_options(config.trainer)
     if str(config.compile).lower() == "true" and options["precision"] == BF16_MATMUL:
         if config.trainer["precision"] != "auto":
             raise UserError(
-                f"trainer.precision={BF16_MATMUL} is for networks that are not compiled. Use compile=false, or "
-                "trainer.precision=auto: 32-true if compiled."
+                f"trainer.precision={BF16_MATMUL} is for networks that are not compiled. Use compile=false or "
+                "trainer.precision=auto, which is 32-true with compile=true."
             )
         options["precision"] = "32-true"
     budget, speed, budget_summary = total_budget(config), math.nan, ""
@@ -84,7 +84,7 @@ def prepare_run(config: RunConfig, initial_state: InitialState | None, started_a
     if budget and not before.get("budget"):
         speed = measured_speed(expected_device(options), options["precision"])
     if initial_state:
-        config = config if initial_state.is_resume else use_network_of(initial_state, config)
+        config = config if initial_state.is_resume else with_network_of(initial_state, config)
     elif budget:
         config, budget_summary = apply_recipe(config, budget, running_seconds() - started_at, speed)
     seed_everything(config.seed, verbose=False)
@@ -101,25 +101,25 @@ def prepare_run(config: RunConfig, initial_state: InitialState | None, started_a
         initial_state.load_into(network)
     timer = None
     if budget:
-        about_timer = (
+        timer_args = (
             budget.total_seconds(),
             len(data.val_tokens) - 1,
             options.get("min_steps"),
             options.get("min_epochs"),
         )
         if before.get("budget"):
-            timer = BudgetTimer(*about_timer, max_time=time_with_other_budget(before, budget))
+            timer = BudgetTimer(*timer_args, max_time=time_with_other_budget(before, budget))
         else:
             spent, processor_s = running_seconds() - started_at, before.get("seconds", 0.0) + time.process_time()
             whole_s = full_validation_seconds(network, len(data.val_tokens), speed)
             left = training_time(budget, spent, processor_s, whole_s).total_seconds()
             if left < 1:
                 budget_summary += (
-                    f"\nstarting took {spent:.0f} s, in which this process had a processor for {processor_s:.0f} s: "
-                    "the machine is busy, and the budget leaves time for a few steps"
+                    f"\nthe start took {spent:.0f} s, of which this process used a processor for {processor_s:.0f} s: "
+                    "the machine is busy, and the budget leaves time for only a few steps"
                 )
             timer = BudgetTimer(
-                *about_timer,
+                *timer_args,
                 max_time=before.get("train_seconds", 0.0) + left,
                 deadline=started_at + budget.total_seconds(),
                 whole_seconds=whole_s,
@@ -137,7 +137,7 @@ def prepare_run(config: RunConfig, initial_state: InitialState | None, started_a
 
 
 def build_run_trainer(run: Run, run_dir: Path, graceful_stop: GracefulStop) -> Trainer:
-    """The Trainer with everything that goes on beside training; the network is compiled where that pays."""
+    """Builds the Trainer with its callbacks, restores the state of a resumed run, and compiles the network."""
     checkpoints = run_dir / "checkpoints"
     callbacks = [
         run.metrics,
@@ -159,7 +159,7 @@ def build_run_trainer(run: Run, run_dir: Path, graceful_stop: GracefulStop) -> T
         run.initial_state.check_bounds(trainer, run.config, len(run.data.train_dataloader()), finished)
     if trainer.world_size > 1 and not launcher():
         environment = trainer.strategy.cluster_environment
-        trainer.strategy._launcher = Processes(environment, trainer.world_size, run_dir, run.config.overrides)
+        trainer.strategy._launcher = ProcessLauncher(environment, trainer.world_size, run_dir, run.config.overrides)
     precision = trainer.precision_plugin.forward_context()
     maybe_compile(run.network, run.config.compile, trainer.strategy.root_device, precision)
     return trainer
@@ -173,7 +173,7 @@ def make_trainer(
     callbacks: list[Callback],
     timer: RunTimer | None = None,
 ) -> Trainer:
-    """The Trainer of a run, or of a benchmark that looks at a part of one; its events go into `run_dir`."""
+    """Builds the Trainer of a run or of a benchmark; it logs into `run_dir`."""
     data.trainer = build_trainer(
         options,
         num_validations,
@@ -185,18 +185,18 @@ def make_trainer(
         num_sanity_val_steps=0,
         enable_model_summary=False,
     )
-    data.train_dataloader(), data.val_dataloader()  # again, for the errors of limits on as many devices
+    data.train_dataloader(), data.val_dataloader()  # again, because their checks depend on the number of devices
     return data.trainer
 
 
 def time_with_other_budget(before: dict[str, Any], budget: timedelta) -> float:
-    """Seconds of training in all: what the run was given, and what another budget adds or takes away.
+    """Total seconds of training of a run that is resumed with another budget.
 
     Args:
-        before: what the run's checkpoint says of it.
+        before: entry "run" of the checkpoint.
 
     Raises:
-        UserError: the new budget is used up already.
+        UserError: the new budget is already used up.
     """
     added = budget.total_seconds() - before["budget"]
     seconds = before["max_time"] + added
@@ -204,16 +204,16 @@ def time_with_other_budget(before: dict[str, Any], budget: timedelta) -> float:
         least = before["budget"] - before["max_time"] + before["train_seconds"]
         raise UserError(
             f"budget={budget.total_seconds():g}s is used up: the run has trained for {before['train_seconds']:.0f} s. "
-            f"Give more than {math.ceil(least)}s."
+            f"Use more than {math.ceil(least)}s."
         )
     return seconds
 
 
 def hyperparameters(config: RunConfig, network: GPT) -> dict[str, float | str | None]:
-    """Every choice of the run as one flat row, for TensorBoard's table.
+    """All settings of the run as one flat dictionary, for the table of hyperparameters.
 
-    A column has one type in all runs, that of its key, or TensorBoard could not sort it: text, or numbers and None
-    where a run has none. True and False count as numbers.
+    A key has one type in all runs, or TensorBoard could not sort the column: text, or numbers and None. True and False
+    count as numbers.
     """
     groups = config.values()
     groups["model"] = asdict(network.config)
@@ -235,5 +235,5 @@ _DATACLASSES = {"model": GPTConfig, "data": DataConfig, "tokenizer": TokenizerCo
 
 
 def _is_number(annotation: Any) -> bool:
-    """Whether a key takes numbers and None alone."""
+    """Whether a key only takes numbers and None."""
     return all(kind in (int, float, bool, type(None)) for kind in get_args(annotation) or (annotation,))

@@ -1,4 +1,4 @@
-"""What a run says: at its start, where it is stopped, and what it came to, on the screen and in summary.json."""
+"""What a run reports at its start, when it is stopped, and at its end, on the screen and in summary.json."""
 
 import json
 import logging
@@ -25,20 +25,20 @@ from training.final_metrics import compute_final_metrics
 from training.run_dir import resume_command, tensorboard_command
 from training.setup import Run
 
-PARAMETERS_PER_TOKEN = 1000  # of text; with more, a network can only learn it by heart
+PARAMETERS_PER_TOKEN = 1000  # of training text; with more, the network memorizes the text
 
 logger = logging.getLogger(__name__)
 
 
 def log_start(run: Run, trainer: Trainer) -> None:
-    """Says what the budget picked, which text, which network, and whether the text is too short for it."""
+    """Logs what the budget has picked, the text, the network, and a warning if the text is too short."""
     for line in (run.budget_summary, run.data.describe(), describe(run.network, trainer), short_text_warning(run)):
         if line:
             logger.info(line)
 
 
 def describe(network: GPT, trainer: Trainer) -> str:
-    """Two lines: what is trained and where; the loss at the start, from which one sees how far it has come."""
+    """Two lines: the network and the device; and the loss of a uniform guess, to compare with."""
     c = network.config
     return (
         f"{network.num_parameters():,} parameters: {pluralize(c.num_layers, 'layer')}, "
@@ -50,7 +50,7 @@ def describe(network: GPT, trainer: Trainer) -> str:
 
 
 def short_text_warning(run: Run) -> str:
-    """A line that says so, where the text is far too short for the network or for a batch; else nothing."""
+    """A warning if the text is far too short for the network or for a batch; otherwise empty."""
     tokens, parameters = len(run.data.train_tokens), run.network.num_parameters()
     batches = run.data.train_dataloader()
     reasons = []
@@ -58,24 +58,24 @@ def short_text_warning(run: Run) -> str:
         reasons.append(f"{tokens:,} tokens to train on for {parameters:,} parameters")
     if batches.windows_per_epoch < batches.batch_size:
         windows = f"{pluralize(batches.windows_per_epoch, 'window')} of {batches.context_length} tokens"
-        reasons.append(f"{windows}, where a batch takes {batches.batch_size}")
+        reasons.append(f"{windows} for a batch of {batches.batch_size}")
     if not reasons:
         return ""
     return (
-        f"warning: the text is far too short: {'; '.join(reasons)}. It will be learned by heart. "
+        f"warning: the text is far too short: {'; '.join(reasons)}. The network will memorize it. "
         "Use a longer text, or lower model.d_model, model.num_layers and model.context_length, and data.batch_size."
     )
 
 
 def log_stopped(trainer: Trainer, run_dir: Path) -> None:
-    """One line: what is saved of a run that a signal stopped, and how to resume it."""
+    """Logs what is saved of a run that a signal has stopped, and how to resume it."""
     step, saved = trainer.global_step, saved_step(trainer)
-    what = "nothing was saved yet" if not saved else "saved" if saved == step else f"saved is step {saved:,}"
-    logger.info(f"stopped at step {step:,}; {what}; go on with: {resume_command(run_dir)}")
+    what = "nothing was saved yet" if not saved else "saved" if saved == step else f"step {saved:,} is saved"
+    logger.info(f"stopped at step {step:,}; {what}; resume with: {resume_command(run_dir)}")
 
 
 def summarize(run: Run, trainer: Trainer, run_dir: Path) -> None:
-    """Writes summary.json, with which the run is finished, and prints what it came to."""
+    """Writes summary.json, which marks the run as finished, and reports the results."""
     if not trainer.is_global_zero:
         return
 
@@ -85,14 +85,14 @@ def summarize(run: Run, trainer: Trainer, run_dir: Path) -> None:
     final = compute_final_metrics(best, run.metrics)
     trainer.logger.log_final(final, trainer.global_step, best.network.config.context_length)
     summary = {**final, **run_statistics(run, trainer, best, run_dir)}
-    with atomic_write(run_dir / "summary.json", run_dir / "summary.tmp") as file:  # then the run is finished
+    with atomic_write(run_dir / "summary.json", run_dir / "summary.tmp") as file:  # marks the run as finished
         file.write((json.dumps(summary, indent=2) + "\n").encode())
     (run_dir / "checkpoints" / "previous.ckpt").unlink(missing_ok=True)
     logger.info(final_report(summary, text, run_dir, best.network.config.vocab_size))
 
 
 def run_statistics(run: Run, trainer: Trainer, best: Checkpoint, run_dir: Path) -> dict[str, Any]:
-    """What summary.json has beside the final metrics: how long the run was, and of what size."""
+    """Further entries of summary.json: duration and size of the run."""
     return {
         "val_tokens": int(best.validation.get("tokens", 0)),
         "val_tokens_in_split": len(run.data.val_tokens) - 1,
@@ -113,8 +113,8 @@ def run_statistics(run: Run, trainer: Trainer, best: Checkpoint, run_dir: Path) 
 
 
 def final_report(summary: dict[str, Any], text: str, run_dir: Path, vocab_size: int) -> str:
-    """The last lines of a run: its figures, a little of what the best checkpoint writes, and what to do with it."""
-    place = shlex.quote(str(relative(run_dir)))
+    """The last lines of a run: results, a sample from the best checkpoint, and commands to try next."""
+    checkpoint = shlex.quote(str(relative(run_dir)))
     lines = [line for line in text.split("\n") if line.strip()]
     seen, whole = summary["val_tokens"], summary["val_tokens_in_split"]
     cut = f", over {seen:,} of {whole:,} tokens" if seen < whole else ""
@@ -126,13 +126,13 @@ def final_report(summary: dict[str, Any], text: str, run_dir: Path, vocab_size: 
         f"{summary['tokens_per_second']:,.0f} tokens per second in training\n"
         f"run directory: {relative(run_dir)}\n\n"
         + "\n".join(f"    {line}" for line in lines[:5])
-        + f"\n\nlet it write more:       {python_command()} sample.py checkpoint={place} prompt='To be, or not'\n"
+        + f"\n\ngenerate more text:      {python_command()} sample.py checkpoint={checkpoint} prompt='To be, or not'\n"
         f"curves and attention:    {tensorboard_command(run_dir.parent)}"
     )
 
 
 def _uniform_or_worse(nats_per_token: float, bits_per_byte: float, vocab_size: int) -> str:
-    """A line that says so, where a loss is no better than that of guessing; else nothing."""
+    """A warning if the loss is no better than that of a uniform guess; otherwise empty."""
     if nats_per_token >= math.log(vocab_size):
         guess = f"over {vocab_size:,} tokens ({math.log(vocab_size):.3f} nats per token)"
     elif bits_per_byte >= 8:
@@ -140,6 +140,6 @@ def _uniform_or_worse(nats_per_token: float, bits_per_byte: float, vocab_size: i
     else:
         return ""
     return (
-        f"warning: no better than a uniform guess {guess}: nothing was learned that helps with the validation text. "
-        "Train longer, use a longer text, or a smaller network.\n"
+        f"warning: no better than a uniform guess {guess}: the network has learned nothing that helps with the "
+        "validation text. Train longer, use a longer text, or a smaller network.\n"
     )

@@ -1,4 +1,4 @@
-"""After a sweep over context lengths: one TensorBoard run whose x axis is the context length."""
+"""Results of a sweep over context lengths, as a table and as curves in TensorBoard."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from training.run_dir import tensorboard_command
 
 
 def compare_context_lengths(sweep_dir: Path) -> None:
-    """Writes by_context_length/ below the sweep's directory, if its runs differ in context length; says so."""
+    """Prints the table and writes the curves, if the runs of the sweep have different context lengths."""
     summaries = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(sweep_dir.glob("*/summary.json"))]
     by_length = {summary["context_length"]: summary for summary in summaries}
     if len(by_length) < 2:
@@ -25,7 +25,7 @@ def compare_context_lengths(sweep_dir: Path) -> None:
 
 
 def table(by_length: dict[int, dict[str, Any]]) -> str:
-    """A line a context length, with the final metrics that have a heading."""
+    """One line per context length, with the final metrics that have a heading."""
     columns = {name: metric for name, metric in FINAL_METRICS.items() if metric.heading}
     widths = {name: max(9, len(metric.heading) + 1) for name, metric in columns.items()}
     headings = " ".join(f"{metric.heading:>{widths[name]}}" for name, metric in columns.items())

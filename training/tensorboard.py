@@ -1,8 +1,8 @@
-"""TensorBoard's events of a run that is resumed: back to the step of its checkpoint, so that no curve doubles.
+"""Rewinds the TensorBoard events of a resumed run to the step of its checkpoint, so that no point is there twice.
 
-A TensorBoard that is open meanwhile follows. It reads one file after the other in the order of their names, and at the
-second event that says START it forgets what it has read of the run. So what is kept goes into a new file behind two of
-those, and the file that TensorBoard has open stays until the next time, empty.
+A TensorBoard that is already open shows the result, too. It reads event files in the order of their names, and when it
+reads a second START event, it discards what it has read of the run. Therefore the remaining events go into a new file
+that starts with two START events, and the file that TensorBoard has open is kept, empty, until the next rewind.
 """
 
 import logging
@@ -25,23 +25,23 @@ from system.files import atomic_write
 logger = logging.getLogger(__name__)
 
 PREFIX = "events.out.tfevents."
-LOGGED_ONCE = ("_hparams_/", "final/", "by_context_length/")  # written anew by the run that is resumed
-HEADER_BYTES, FOOTER_BYTES = 12, 4  # length and its checksum; the data's checksum
-MAX_RECORD_BYTES = 1 << 31  # of a protocol buffer
+LOGGED_ONCE = ("_hparams_/", "final/", "by_context_length/")  # the resumed run logs them again
+HEADER_BYTES, FOOTER_BYTES = 12, 4  # length and its checksum; checksum of the data
+MAX_RECORD_BYTES = 1 << 31  # limit of protocol buffers
 
 
 def rewind_events(run_dir: Path, step: int) -> None:
-    """Takes out what was logged after `step`, and what a run logs once.
+    """Removes events after `step`, and those that a run logs only once.
 
-    A kill in the middle costs nothing: events that are there twice are dropped the next time. Of a damaged file, what
-    can be read is kept, before and after the damage; the file itself stays too, under a name that TensorBoard ignores.
+    It may be interrupted: events that are there twice are dropped the next time. Of a damaged file, all readable events
+    are kept, before and after the damage; the file itself is renamed so that TensorBoard ignores it.
     """
     files = sorted(run_dir.glob(f"{PREFIX}*"))
     if not files:
         return
-    damaged: dict[Path, int] = {}  # places
+    damaged: dict[Path, int] = {}  # file -> number of damaged places
     new = run_dir / _name_after(files[-1].name)
-    with atomic_write(new, run_dir / "events.tmp") as file:  # a name that TensorBoard does not look for
+    with atomic_write(new, run_dir / "events.tmp") as file:  # a name that TensorBoard ignores
         writer = RecordWriter(file)
         for record in _rewound(files, step, damaged):
             writer.write(record)
@@ -50,7 +50,7 @@ def rewind_events(run_dir: Path, step: int) -> None:
             keep = run_dir / f"damaged.{old.name.replace('tfevents', 'events')}"
             os.replace(old, keep)
             places = "one place" if damaged[old] == 1 else f"{damaged[old]} places"
-            logger.info("%s is damaged in %s: what can be read is kept; the old file is %s", old, places, keep.name)
+            logger.info("%s is damaged in %s: readable events are kept; it is now %s", old, places, keep.name)
         if old == files[-1] and old.name < new.name:
             old.write_bytes(b"")
         elif old != new:
@@ -58,23 +58,23 @@ def rewind_events(run_dir: Path, step: int) -> None:
 
 
 def _name_after(newest: str) -> str:
-    """A name that sorts after the newest file and before what a writer makes from now on: they have the time in it.
+    """A name that sorts after the newest file and before files created from now on, as their names have the time.
 
-    Where the clock went backwards, it only sorts before what comes.
+    If the clock was set back, it sorts only before those.
     """
     if newest.startswith(f"{PREFIX}{int(time.time()):010d}"):
-        time.sleep(1)  # within a second, names do not sort by age
+        time.sleep(1)  # names of the same second do not sort by age
     return f"{PREFIX}{int(time.time()):010d}.-resumed"  # "-" sorts before the host's name, which follows in others
 
 
 def _rewound(files: list[Path], step: int, damaged: dict[Path, int]) -> Iterator[bytes]:
-    """The records of the new file: its version, two starts, and of the events those up to `step`, each tag's growing.
+    """Yields the records of the new file: version, two START events, and events up to `step`, growing steps per tag.
 
     Args:
-        damaged: gets the number of damaged places of each file that has any.
+        damaged: receives the number of damaged places of each damaged file.
     """
     latest: dict[str, int] = {}
-    began = False
+    started = False
     for file in files:
         for record in _records(file):
             try:
@@ -84,16 +84,16 @@ def _rewound(files: list[Path], step: int, damaged: dict[Path, int]) -> Iterator
             if event is None:
                 damaged[file] = damaged.get(file, 0) + 1
                 continue
-            if not began:
+            if not started:
                 yield from _start(event.wall_time)
-                began = True
+                started = True
             tags = [value.tag for value in event.summary.value]
             once = any(tag.startswith(LOGGED_ONCE) for tag in tags)
             if not tags or once or event.step > step or any(event.step <= latest.get(tag, -1) for tag in tags):
                 continue
             latest.update(dict.fromkeys(tags, event.step))
             yield record
-    if not began:
+    if not started:
         yield from _start(time.time())
 
 
@@ -104,7 +104,7 @@ def _start(wall_time: float) -> Iterator[bytes]:
 
 
 def _records(file: Path) -> Iterator[bytes | None]:
-    """The records of a file in their order, None for each damaged place. One that a kill cut off ends the file."""
+    """Yields the records of a file, and None for each damaged place. An incomplete last record is ignored."""
     with file.open("rb") as opened:
         if not os.fstat(opened.fileno()).st_size:
             return
@@ -129,7 +129,7 @@ def _records(file: Path) -> Iterator[bytes | None]:
 
 
 def _size_at(content: mmap.mmap, at: int) -> int | None:
-    """Bytes of data in the record that begins there; None: none does."""
+    """Length of the data of the record at this offset; None if no record starts there."""
     header = content[at : at + HEADER_BYTES]
     if len(header) < HEADER_BYTES:
         return None
@@ -138,13 +138,13 @@ def _size_at(content: mmap.mmap, at: int) -> int | None:
 
 
 def _next_header(content: mmap.mmap, start: int) -> int | None:
-    """Where the next record begins, at `start` or after it. The upper half of its length is four zeros."""
+    """Offset of the next record at or after `start`. It is found by the upper half of its length, which is zero."""
     while (zeros := content.find(b"\0\0\0\0", start + 4)) >= 0:
         at = zeros - 4
         if _size_at(content, at) is not None:
             return at
         start = at + 1
-        if content[at : at + HEADER_BYTES] == bytes(HEADER_BYTES):  # nothing but zeros: a block that was never written
+        if content[at : at + HEADER_BYTES] == bytes(HEADER_BYTES):  # a block of zeros that was never written
             something = re.compile(rb"[^\0]").search(content, at)
             start = max(start, something.start() - HEADER_BYTES) if something else len(content)
     return None

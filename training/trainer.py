@@ -1,4 +1,4 @@
-"""Lightning's Trainer from the `trainer` group of the config: times such as 5m, and `auto`."""
+"""Builds Lightning's Trainer from the `trainer` group of the config."""
 
 import inspect
 import math
@@ -36,19 +36,19 @@ def build_trainer(
     timer: RunTimer | None = None,
     **ours: Any,
 ) -> Trainer:
-    """A Trainer with the user's options; `ours` are logger and the like.
+    """Builds a Trainer from the user's options; `ours` are further arguments, such as the logger.
 
     Args:
-        options: what `resolve_trainer_options` made of the `trainer` group.
-        num_validations: passes over the validation split, evenly spread; the last one is at the end of the run.
-        timer: that of a budget; None: one for `trainer.max_time`.
+        options: result of `resolve_trainer_options`.
+        num_validations: number of validations, evenly spread; the last one is at the end of the run.
+        timer: of a run with a budget; None: a timer for `trainer.max_time`.
 
     Raises:
-        UserError: a value that Lightning does not take.
+        UserError: Lightning does not accept a value.
     """
     if num_validations < 1:
         raise UserError(
-            f"num_validations is {num_validations}, but must be at least 1: the best checkpoint is chosen by it."
+            f"num_validations is {num_validations}, but must be at least 1: validations choose the best checkpoint."
         )
     passed = {name: value for name, value in options.items() if name not in HANDLED_HERE}
     if passed.get("precision") == BF16_MATMUL:
@@ -56,7 +56,7 @@ def build_trainer(
         ours["plugins"] = [*ours.get("plugins", []), BF16Matmul()]
     timer = timer or RunTimer(options.get("max_time"), options.get("min_steps"), options.get("min_epochs"))
     schedule = ValidationSchedule(num_validations, options.get("val_check_interval"))
-    # Our schedule says when to validate, counting batches of the run: an interval may exceed an epoch.
+    # ValidationSchedule decides when to validate, by the batches of the whole run: an interval may exceed an epoch.
     ours |= {"val_check_interval": NEVER, "check_val_every_n_epoch": None}
     passed = launched_devices() | passed
     ours["plugins"] = [*ours.get("plugins", []), cluster_environment()]
@@ -67,62 +67,62 @@ def build_trainer(
         also = f", and here auto and {BF16_MATMUL}" if reason.startswith("Precision ") else ""
         raise UserError(f"trainer: {reason}{also}") from error
     check_processes(trainer, options.get("strategy"))
-    trainer._signal_connector.register_signal_handlers = lambda: None  # GracefulStop answers them
+    trainer._signal_connector.register_signal_handlers = lambda: None  # GracefulStop handles signals
     reduce_overhead(trainer)
     return trainer
 
 
 class BF16Matmul(Precision):
-    """What Lightning calls a precision: training steps make their products in bfloat16, validation does not."""
+    """Lightning plugin for trainer.precision=bf16-matmul: training steps multiply matrices in bfloat16."""
 
     precision = BF16_MATMUL
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
-        """Around each training step's forward pass. What was multiplied there in bfloat16, its gradient is too."""
+        """Context of the forward pass of a training step. Products in bfloat16 have gradients in bfloat16, too."""
         with bf16_matmul():
             yield
 
 
 def check_time_bounds(trainer: Trainer, options: Mapping[str, Any]) -> None:
-    """Raises UserError: each process has a clock of its own, so that they would disagree about rates and the end."""
+    """Raises UserError: the clocks of several processes differ, and so would their learning rates and their end."""
     if trainer.world_size == 1:
         return
     if trainer.max_steps == -1 and trainer.max_epochs == -1:
         raise UserError(
-            f"{trainer.world_size} devices cannot be bounded by time, be it budget or trainer.max_time. Give "
-            "trainer.max_steps or trainer.max_epochs in its place, or train on one: trainer.devices=1."
+            f"{trainer.world_size} devices cannot be bounded by time: neither by budget nor by trainer.max_time. Use "
+            "trainer.max_steps or trainer.max_epochs instead, or train on one device: trainer.devices=1."
         )
     for name in ("max_time", "val_check_interval"):
         if isinstance(options.get(name), timedelta):
             raise UserError(
                 f"trainer.{name} is a time, but each of {trainer.world_size} devices has a clock of its own. "
-                "Give steps, epochs or batches in its place, or train on one: trainer.devices=1."
+                "Use steps, epochs or batches instead, or train on one device: trainer.devices=1."
             )
 
 
 def batch_limits(options: Mapping[str, Any]) -> BatchLimits:
-    """What the options say about batches."""
+    """The options that limit the number of batches."""
     return BatchLimits(**{field.name: options[field.name] for field in fields(BatchLimits) if field.name in options})
 
 
 def resolve_trainer_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Options as Lightning takes them: times as timedelta, `auto` decided, unknown names refused.
+    """Converts options for Lightning: times become timedelta, `auto` is resolved, unknown names raise UserError.
 
-    `precision` is always among them.
+    The result always has `precision`.
     """
     known = inspect.signature(Trainer.__init__).parameters
     for name in options:
         if name not in known:
             near = get_close_matches(name, known, n=3)
-            mend = f"Did you mean {' or '.join(f'trainer.{n}' for n in near)}?" if near else "See Lightning's Trainer."
-            raise UserError(f"trainer.{name} is no option of Lightning's Trainer. {mend}")
-    options = {name: value for name, value in options.items() if value is not None}  # null: as if not given
+            fix = f"Did you mean {' or '.join(f'trainer.{n}' for n in near)}?" if near else "See Lightning's Trainer."
+            raise UserError(f"unknown key trainer.{name}: Lightning's Trainer has no such option. {fix}")
+    options = {name: value for name, value in options.items() if value is not None}  # null means the default
     if options.get("overfit_batches") == 0:
-        del options["overfit_batches"]  # Lightning's own way to say off
-    for name, mend in REJECTED.items():
+        del options["overfit_batches"]  # Lightning's value for off
+    for name, fix in REJECTED.items():
         if name in options:
-            raise UserError(f"trainer.{name} cannot be set. {mend}")
+            raise UserError(f"trainer.{name} cannot be set. {fix}")
     _check_values(options)
     if "val_check_interval" in options and not isinstance(options["val_check_interval"], int | float):
         options["val_check_interval"] = parse_duration(options["val_check_interval"], "trainer.val_check_interval")
@@ -134,7 +134,7 @@ def resolve_trainer_options(options: dict[str, Any]) -> dict[str, Any]:
         options["max_time"] = parse_duration(options["max_time"], "trainer.max_time")
     elif not bounded:
         raise UserError(
-            "trainer: nothing ends this run. Give trainer.max_time (auto: budget decides), trainer.max_steps or "
+            "trainer: nothing ends this run. Set trainer.max_time (auto: budget decides), trainer.max_steps or "
             "trainer.max_epochs."
         )
     if options["precision"] == "bf16-products":
@@ -149,7 +149,7 @@ def resolve_trainer_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_values(options: Mapping[str, Any]) -> None:
-    """Raises UserError for values that Lightning would take, or answer late or in words of its own."""
+    """Raises UserError for invalid values that Lightning would accept, or reject late or unclearly."""
     for name in _COUNTS:
         value = options.get(name, 1)
         unbounded = value == -1 and name in ("max_steps", "max_epochs")
@@ -158,7 +158,7 @@ def _check_values(options: Mapping[str, Any]) -> None:
     for what in ("steps", "epochs"):
         least, most = options.get(f"min_{what}", 1), options.get(f"max_{what}", -1)
         if most != -1 and least > most:
-            raise UserError(f"trainer.min_{what} is {least:,}, but trainer.max_{what}={most} ends the run before.")
+            raise UserError(f"trainer.min_{what} is {least:,}, but trainer.max_{what} is {most:,}. Raise the latter.")
     for name in _SWITCHES:
         if type(options.get(name, True)) is not bool:
             raise UserError(f"trainer.{name} is {short_repr(options[name])}, but must be true or false.")
@@ -170,17 +170,18 @@ def _check_values(options: Mapping[str, Any]) -> None:
             f"trainer.gradient_clip_val is {short_repr(clip)}, but must be above 0, for example 1.0; null is off."
         )
     if "gradient_clip_algorithm" in options and "gradient_clip_val" not in options:
-        raise UserError("trainer.gradient_clip_algorithm clips nothing without trainer.gradient_clip_val=1.0 or so.")
+        raise UserError("trainer.gradient_clip_algorithm has no effect without a value: trainer.gradient_clip_val=1.0.")
     if options.get("limit_val_batches") == 0:
-        raise UserError("trainer.limit_val_batches is 0, but the best checkpoint is chosen by validation.")
+        raise UserError(
+            "trainer.limit_val_batches is 0, but must be at least 1: validations choose the best checkpoint."
+        )
     for name in ("limit_train_batches", "limit_val_batches", "overfit_batches", "val_check_interval"):
         value = options.get(name, 1)
         if name == "val_check_interval" and isinstance(value, str | Mapping):  # a time
             continue
         if not (type(value) in (int, float) and (0 < value <= 1 or (type(value) is int and value > 1))):
             raise UserError(
-                f"trainer.{name} is {short_repr(value)}, but must be a number of batches, at least 1, "
-                "or a share up to 1.0."
+                f"trainer.{name} is {short_repr(value)}, but must be a number of batches or a fraction up to 1.0."
             )
     if options.get("profiler", "simple") not in ("simple", "advanced"):
         raise UserError(
@@ -190,14 +191,14 @@ def _check_values(options: Mapping[str, Any]) -> None:
 
 
 def best_precision(device: torch.device) -> str:
-    """bfloat16 where the device has units for it, to the extent that it pays there; float32 elsewhere."""
+    """The fastest safe precision: bfloat16 where the device has hardware for it, float32 elsewhere."""
     if device.type == "cuda" and torch.cuda.is_bf16_supported(False):
         return "bf16-mixed"
     return BF16_MATMUL if device.type == "cpu" and has_bf16_units() and kernels.enabled() else "32-true"
 
 
 def expected_device(options: Mapping[str, Any]) -> torch.device:
-    """Where Lightning is going to train with these options, before there is a Trainer."""
+    """The device on which Lightning will train with these options."""
     wanted = options.get("accelerator", "auto")
     if wanted in ("auto", "gpu", "cuda") and torch.cuda.is_available():
         return torch.device("cuda")
@@ -205,13 +206,13 @@ def expected_device(options: Mapping[str, Any]) -> torch.device:
 
 
 def stop_conditions(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the user's options that end the run, each with the value that would not."""
+    """The user's options that end the run, each with the value that unsets it."""
     unset = {"max_time": "auto", "max_steps": -1, "max_epochs": -1}
     return {name: value for name, value in unset.items() if options.get(name) not in (None, value)}
 
 
 def parse_duration(text: Any, name: str) -> timedelta:
-    """90, "60s", "5m", "1h30m" or Lightning's own "DD:HH:MM:SS" as a timedelta. Raises UserError."""
+    """Parses 90, "60s", "5m", "1h30m" or Lightning's "DD:HH:MM:SS". Raises UserError."""
     pattern = r"(?:([\d.]+)d)?(?:([\d.]+)h)?(?:([\d.]+)m(?:in)?)?(?:([\d.]+)s)?"
     try:
         if isinstance(text, dict):
@@ -224,7 +225,7 @@ def parse_duration(text: Any, name: str) -> timedelta:
             values = [float(part or 0) for part in match.groups()] if match else [0.0]
             parts = dict(zip(("days", "hours", "minutes", "seconds"), values, strict=False))
         duration = timedelta(**parts)
-    except (TypeError, ValueError, OverflowError):  # not a number, no unit of time, or beyond all time
+    except (TypeError, ValueError, OverflowError):  # not a number, an unknown unit, or too large
         duration = timedelta()
     if duration <= timedelta():
         raise UserError(f"{name} is {short_repr(text)}, but must be a time such as 60s, 5m, 1h30m or 00:01:30:00.")

@@ -15,23 +15,23 @@ HANDLED_HERE += ("overfit_batches", "enable_progress_bar")
 SUPPORTED_OPTIONS = TO_LIGHTNING + HANDLED_HERE
 
 # Cannot be set; what to use instead.
-_NO_LOOP = "A run trains and validates; it has no such loop. Use trainer.limit_val_batches."
+_NO_LOOP = "A run only trains and validates. Use trainer.limit_val_batches."
 REJECTED = {
     "check_val_every_n_epoch": "Use num_validations=5, or trainer.val_check_interval=100 for every 100 batches.",
     "fast_dev_run": "Use trainer.max_steps=1 for a short run.",
     "logger": "A run always writes TensorBoard events.",
-    "callbacks": "training/setup.py lists them.",
-    "plugins": "They are objects of Python; training/setup.py lists them.",
+    "callbacks": "Add them in training/setup.py.",
+    "plugins": "They are Python objects; add them in training/setup.py.",
     "default_root_dir": "Use runs_dir=DIRECTORY.",
-    "enable_checkpointing": "The best checkpoint is what a run is for.",
-    "num_sanity_val_steps": "The first validation comes early enough: num_validations=5.",
-    "enable_model_summary": "train.py says what is trained.",
-    "barebones": "Use python -m benchmarks.training_speed to measure.",
+    "enable_checkpointing": "A run always saves its best and its last checkpoint.",
+    "num_sanity_val_steps": "For an early validation, use a larger num_validations.",
+    "enable_model_summary": "train.py prints what it trains.",
+    "barebones": "To measure speed, use python -m benchmarks.training_speed.",
     "limit_test_batches": _NO_LOOP,
     "limit_predict_batches": _NO_LOOP,
-    "reload_dataloaders_every_n_epochs": "Batches follow from the seed and the step: there is nothing to load anew.",
-    "use_distributed_sampler": "Each device always gets batches of its own.",
+    "reload_dataloaders_every_n_epochs": "Batches depend only on the seed and the step.",
+    "use_distributed_sampler": "Each device always gets its own batches.",
     "sync_batchnorm": "The networks have no batch normalization.",
-    "enable_autolog_hparams": "TensorBoard's HParams always has the run.",
-    "model_registry": "Checkpoints are in the run directory.",
+    "enable_autolog_hparams": "Hyperparameters are always logged.",
+    "model_registry": "Checkpoints are saved in the run directory.",
 }

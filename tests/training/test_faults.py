@@ -74,7 +74,7 @@ def test_signal_saves_the_last_step_and_says_how_to_go_on(start, train_here, tin
     run_dir = run_in(tmp_path)
     step = load_checkpoint(run_dir / "checkpoints/last.ckpt").step
     (line,) = out.decode().strip().splitlines()[-1:]
-    assert step >= 50 and f"stopped at step {step:,}; saved; go on with: " in line
+    assert step >= 50 and f"stopped at step {step:,}; saved; resume with: " in line
     assert line.endswith(f" train.py resume={run_dir}")
     finished = assert_goes_on(train_here, run_dir, f"trainer.max_steps={step + 10}")
     assert f"at step {step:,}; changed: trainer.max_steps 100000 -> {step + 10}" in finished.stdout
@@ -103,7 +103,7 @@ def test_second_ctrl_c_stops_at_once(start, train_here, tiny, tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130 and err == b"", err
-    assert "stopped at step 0; nothing was saved yet; go on with:" in out.decode()
+    assert "stopped at step 0; nothing was saved yet; resume with:" in out.decode()
     assert_goes_on(train_here, run_in(tmp_path), "trainer.accumulate_grad_batches=1", "trainer.max_steps=3")
 
 
@@ -346,7 +346,7 @@ def test_unusable_runs_dir_of_a_sweep_is_named_in_one_sentence(refuse, tiny, tmp
     file = tmp_path / "file"
     file.touch()
     error = refuse("train", "-m", *tiny, "seed=1,2", "trainer.max_steps=2", f"runs_dir={file}")
-    assert error == f"error: cannot make a directory in {file}: Not a directory. Choose another runs_dir.\n"
+    assert error == f"error: cannot create a directory in {file}: Not a directory. Choose another runs_dir.\n"
 
 
 def test_disk_full_before_training_advises_no_resume_of_what_is_gone(refuse, tiny, monkeypatch):
@@ -445,7 +445,10 @@ def test_damaged_checkpoint_is_named_and_the_older_one_offered(train_here, stopp
     flip(last)
     error = train_here(f"resume={stopped_run}", settings=()).error
     assert f"{last} is damaged" in error
-    assert f"previous.ckpt beside it, of step {step}, is whole: python train.py resume={previous}" in error
+    assert (
+        f"previous.ckpt in the same directory, of step {step}, is not damaged: python train.py resume={previous}"
+        in error
+    )
     resumed = train_here(f"resume={previous}", "trainer.max_steps=20", settings=())
     assert resumed.returncode == 0 and f"at step {step}" in resumed.stdout, resumed
     assert load_checkpoint(last).step == 20
@@ -482,7 +485,7 @@ def test_checkpoint_of_another_network_is_named(train_here, stopped_run, tiny_ru
     other = train_here("model.num_layers=1", "trainer.max_steps=2")
     shutil.copy(other.path / "checkpoints/last.ckpt", stopped_run / "checkpoints/last.ckpt")
     error = train_here(f"resume={stopped_run}", settings=()).error
-    assert "is of another network: model.num_layers is 2, in the checkpoint 1" in error
+    assert "has another network: model.num_layers is 2, in the checkpoint 1" in error
     assert (stopped_run / "checkpoints/previous.ckpt").is_file()
 
 
@@ -591,7 +594,7 @@ from lightning.pytorch import Callback, Trainer
 import train
 from configs.cli import run
 
-class Watch(Callback):
+class ProcessWatcher(Callback):
     seen = []
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if trainer.global_step % 100 == 0:
@@ -600,11 +603,11 @@ class Watch(Callback):
 
 make = Trainer.__init__
 def watched(self, *args, callbacks, **kwargs):
-    make(self, *args, callbacks=[Watch(), *callbacks], **kwargs)
+    make(self, *args, callbacks=[ProcessWatcher(), *callbacks], **kwargs)
 Trainer.__init__ = watched
 watched.__signature__ = __import__("inspect").signature(make)
 run(train.main, "train")
-print("memory:", *Watch.seen)
+print("memory:", *ProcessWatcher.seen)
 """
 
 

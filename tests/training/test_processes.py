@@ -16,7 +16,7 @@ from checkpoint.checkpoint import load_checkpoint
 from system.errors import UserError
 from tests.conftest import FOREGROUND, PROJECT
 from training.callbacks.graceful_stop import GracefulStop
-from training.processes import Watch, check_processes, launched_devices
+from training.processes import ProcessWatcher, check_processes, launched_devices
 
 TWO = ("trainer.devices=2", "trainer.accelerator=cpu")
 ENDLESS = ("trainer.max_steps=100000", "trainer.val_check_interval=10")
@@ -102,12 +102,12 @@ def test_others_end_where_the_first_process_is_killed(run_of_two):
 def test_process_that_is_stopped_and_continued_again_and_again_goes_on(monkeypatch, number, ends):
     ended, graceful_stop = [], GracefulStop()
     graceful_stop.training = True
-    for name, value in {"SECONDS_BETWEEN_LOOKS": 0.01, "SECONDS_TO_ANSWER": -1.0}.items():
-        monkeypatch.setattr(Watch, name, value)
-    monkeypatch.setattr(Watch, "_end_all", lambda self, reason: ended.append(reason))
+    for name, value in {"SECONDS_BETWEEN_CHECKS": 0.01, "SECONDS_TO_REACT": -1.0}.items():
+        monkeypatch.setattr(ProcessWatcher, name, value)
+    monkeypatch.setattr(ProcessWatcher, "_end_all", lambda self, reason: ended.append(reason))
     before = signal.signal(getattr(signal, number), lambda *args: None)
     try:
-        with Watch(SimpleNamespace(failed=lambda: None), graceful_stop, "", None):
+        with ProcessWatcher(SimpleNamespace(failed=lambda: None), graceful_stop, "", None):
             for _ in range(3):
                 signal.raise_signal(getattr(signal, number))
                 time.sleep(0.2)

@@ -151,12 +151,12 @@ def test_finished_run_says_what_to_raise(train_here):
         (
             "max_steps=6",
             "max_epochs=9",
-            ["max_steps=6 is reached", "6 steps", "max_steps=-1 so that trainer.max_"],
+            ["max_steps=6 is reached", "6 steps", "max_steps=-1 so that only trainer.max_"],
         ),
         (
             "max_steps=6",
             "max_time=5m",
-            ["max_steps=6 is reached", "larger trainer.max_steps", "max_time alone"],
+            ["max_steps=6 is reached", "larger trainer.max_steps", "only trainer.max_time"],
         ),
         ("max_epochs=1", "max_steps=900", ["max_epochs=1 is reached", "1 epoch ", "trainer.max_epochs=-1"]),
         ("max_time=0.1s", "max_steps=90000", ["max_time=0.1s is reached", "s of training", "trainer.max_time=auto"]),
@@ -358,11 +358,11 @@ def test_config_of_a_run_that_is_nested_deep_is_refused_at_once(train_here, rece
 @pytest.mark.parametrize(
     ("key", "value", "named"),
     [
-        ("data.batch_size", 8, "data.batch_size 8 in place of 4"),
-        ("data.val_fraction", 0.2, "data.val_fraction 0.2 in place of 0.1"),
-        ("seed", 5, "seed 5 in place of 0"),
-        ("optimizer.name", "adamw", "optimizer.name 'adamw' in place of 'muon'"),
-        ("tokenizer.kind", "byte", "tokenizer.kind 'byte' in place of 'bpe'"),
+        ("data.batch_size", 8, "data.batch_size is 8, was 4"),
+        ("data.val_fraction", 0.2, "data.val_fraction is 0.2, was 0.1"),
+        ("seed", 5, "seed is 5, was 0"),
+        ("optimizer.name", "adamw", "optimizer.name is 'adamw', was 'muon'"),
+        ("tokenizer.kind", "byte", "tokenizer.kind is 'byte', was 'bpe'"),
         ("model.num_layers", 3, "model.num_layers is 3, in the checkpoint 2"),
         ("model.d_model", 64, "model.d_model is 64, in the checkpoint 32"),
         ("model", None, "model"),
@@ -514,10 +514,10 @@ def test_old_weights_of_another_network_are_refused_by_name(refuse, tiny, tiny_r
     assert named in refuse("train", *tiny, f"init_from={tiny_run.dir}", *setting.split(), "trainer.max_steps=2")
 
 
-def test_weights_alone_are_not_gone_on_with(train_here, tiny_run):
+def test_file_with_only_weights_is_not_resumed(train_here, tiny_run):
     best = tiny_run.path / "checkpoints/best.ckpt"
     error = train_here(f"resume={best}", "trainer.max_steps=50", settings=()).error
-    assert "weights alone" in error and f"init_from={best}" in error
+    assert "only has weights" in error and f"init_from={best}" in error
 
 
 # The curves

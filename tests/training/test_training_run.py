@@ -120,7 +120,7 @@ def test_text_far_too_short_for_network_and_batch_is_warned_of_with_all_numbers(
     (line,) = [line for line in finished.stdout.splitlines() if "far too short" in line]
     parameters, tokens = finished.summary["parameters"], int(re.search(r"(\d+) tokens to train", line)[1])
     assert parameters > 1000 * tokens and f"{tokens} tokens to train on for {parameters:,} parameters" in line
-    assert re.search(r"\d+ windows? of 16 tokens, where a batch takes 32", line) and "Use a longer text" in line
+    assert re.search(r"\d+ windows? of 16 tokens for a batch of 32", line) and "Use a longer text" in line
     assert finished.stdout.index(line) < finished.stdout.index("best checkpoint")
     assert "far too short" not in train_here("trainer.max_steps=1").stdout  # the tiny run's own text is long enough
 
@@ -135,7 +135,7 @@ def test_checkpoint_no_better_than_guessing_is_called_that(tmp_path, nats, bits,
     figures = {"val_nats_per_token": nats, "val_bits_per_byte": bits}
     told = final_report(summary | figures, "text", tmp_path, vocab_size=300)
     assert f"warning: no better than a uniform guess {said}" in told
-    assert "nothing was learned that helps" in told and "Train longer" in told
+    assert "learned nothing that helps" in told and "Train longer" in told
     figures = {"val_nats_per_token": 5.0, "val_bits_per_byte": 7.9}
     assert "warning" not in final_report(summary | figures, "text", tmp_path, vocab_size=300)
 
@@ -237,7 +237,7 @@ def test_validations_are_evenly_spread_and_the_last_is_at_the_end(train_here, ev
 def test_limited_validations_are_named_and_the_final_one_is_over_the_whole_split(train_here, events):
     settings = ("trainer.max_steps=4", "num_validations=1")
     whole, limited = train_here(*settings), train_here(*settings, "trainer.limit_val_batches=1")
-    line = "validations during training see 64 tokens of these (trainer.limit_val_batches); the last one sees all"
+    line = "validations during training use 64 of these tokens (trainer.limit_val_batches); the last one uses all"
     assert line in limited.stdout and "validations during training" not in whole.stdout
     assert curve(events, limited, "val/loss") != curve(events, whole, "val/loss")
     assert limited.summary["val_nats_per_token"] == whole.summary["val_nats_per_token"]

@@ -38,8 +38,8 @@ class ValidationImages(Callback):
         if trainer.sanity_checking or trainer.state.fn != "fit" or not trainer.is_global_zero or not trainer.loggers:
             return
         timer = budget_timer(trainer)
-        if timer and timer.late():
-            logger.info(f"no pictures at step {trainer.global_step:,}: the budget is nearly used up")
+        if timer and timer.is_late():
+            logger.info(f"no pictures at step {trainer.global_step:,}: the budget is almost used up")
             return
         from analysis.attention_plot import draw_attention  # imports Pillow, which not every run needs
 
