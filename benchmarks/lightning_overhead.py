@@ -21,7 +21,7 @@ from lightning.pytorch import Callback
 
 from benchmarks.default_run import new_network, prepared_text, train, validation_images_of
 from benchmarks.machine import machine
-from configs.cli import compose
+from configs.compose import compose
 from configs.entry_point import entry_point
 from model.kernels.bfloat16 import matmul_precision
 from system.text import pluralize

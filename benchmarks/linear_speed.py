@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.machine import machine
-from configs.cli import check_no_arguments
+from configs.arguments import check_no_arguments
 from configs.entry_point import entry_point
 from model.kernels.onednn import has_onednn, onednn_is_faster, onednn_linear
 from system.errors import UserError

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from benchmarks.hugging_face import check_transformers_installed, hugging_face_gpt2
 from benchmarks.machine import machine
 from checkpoint.checkpoint import NETWORK_PREFIX, checkpoint_metadata
-from configs.cli import check_no_arguments
+from configs.arguments import check_no_arguments
 from configs.entry_point import entry_point
 from data.config import TokenizerConfig
 from data.tokenizer import build_tokenizer

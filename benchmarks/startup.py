@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from benchmarks.machine import machine
-from configs.cli import compose
+from configs.compose import compose
 from configs.entry_point import entry_point
 from system.errors import UserError
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from benchmarks.hugging_face import check_transformers_installed, hugging_face_gpt2
 from benchmarks.machine import machine
-from configs.cli import compose
+from configs.compose import compose
 from configs.entry_point import entry_point
 from configs.schema import TrainingSpeedConfig
 from model.config import GPTConfig

@@ -1,4 +1,4 @@
-"""What every program begins and ends with. Imported before all else: Ctrl-C may come during the other imports.
+"""The entry point of every program. Import it first, because Ctrl-C may arrive during the other imports.
 
 from configs.entry_point import entry_point  # isort: skip
 ...
@@ -21,21 +21,23 @@ open_closed_streams()
 
 
 def entry_point(main: Callable[[Any], None], config_name: str | None = None, sweeps: bool = False) -> None:
-    """Runs a program from its command line to its exit code.
+    """Runs a program, from its command line to its exit code.
 
-    Ctrl-C, closed, full and other streams, `--help`, `--version`, and any mistake of the user or lack of memory in
-    one line are handled here, for all programs alike.
+    Handles, in the same way for all programs: Ctrl-C, closed or full output streams, `--help`, `--version`, and one
+    line for every user error and for lack of memory.
 
     Args:
-        main: gets the composed config; without a config_name the arguments as they are.
-        config_name: the file of configs/ that has the keys.
-        sweeps: whether `-m` runs it once a combination of values.
+        main: is called with the typed config, or without a config_name with the arguments.
+        config_name: the file of configs/ with the program's keys.
+        sweeps: whether `-m` runs the program once per combination of values.
     """
-    from configs.cli import compose, exit_on_user_error, run  # takes a moment
+    from configs.cli import run  # slow imports
+    from configs.compose import compose
+    from configs.error_lines import exit_on_user_error
     from configs.help_text import help_text
 
     use_utf8()
-    logging.raiseExceptions = False  # of a handler whose stream fails: the stream's own end is handled here
+    logging.raiseExceptions = False  # a log handler whose stream fails: handle_broken_pipe reports it
     arguments = sys.argv[1:]
     with handle_broken_pipe(), exit_on_user_error(config_name):
         if {"--help", "-h"} & set(arguments):

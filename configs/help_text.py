@@ -5,7 +5,7 @@ import inspect
 import re
 from itertools import pairwise
 
-from configs.cli import CONFIG_DIR, default_config
+from configs.defaults import CONFIG_DIR, choices, default_config
 from configs.schema import CONFIG_CLASSES, GROUPS
 from sampling.config import SamplingConfig
 
@@ -38,9 +38,8 @@ def help_text(description: str, config_name: str | None) -> str:
 
 
 def _group(group: str, values: dict) -> list[str]:
-    choices = sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml"))
     prefixed = {f"{group}.{key}": value for key, value in values.items()}
-    return ["", f"{group}= one of {', '.join(choices)}", *_described(prefixed, CONFIG_CLASSES.get(group))]
+    return ["", f"{group}= one of {', '.join(choices(group))}", *_described(prefixed, CONFIG_CLASSES.get(group))]
 
 
 def _described(values: dict, config_class: type | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""What Hydra calls besides a run; `hydra.callbacks` in configs/train.yaml names it."""
+"""Callbacks that Hydra calls during a sweep; `hydra.callbacks` in configs/train.yaml lists them."""
 
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,8 @@ from training.sweep_curves import compare_context_lengths
 
 
 class SweepCurves(Callback):
-    """After a sweep: its runs beside each other."""
+    """Compares the runs of a finished sweep."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Compares the context lengths, if there are several."""
+        """Writes curves over the context length, if it was swept."""
         compare_context_lengths(Path(config.hydra.sweep.dir))

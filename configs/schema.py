@@ -1,8 +1,8 @@
-"""Which keys a config has, of which type; Hydra refuses all others. And the way from them to typed configs.
+"""The keys and types of each program's config, for Hydra, and the conversion to typed configs.
 
-Keys and types are those of the dataclasses: of each program one, with the groups model, data, tokenizer and optimizer
-in it. Defaults of the groups are in the dataclasses too, all others in configs/train.yaml, configs/sample.yaml and so
-on.
+Keys and types come from dataclasses: one per program, which contains those of the groups model, data, tokenizer and
+optimizer. The dataclasses also have the defaults of the groups; all other defaults are in configs/train.yaml,
+configs/sample.yaml and so on.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ from training.run_dir import new_sweep_dir
 
 T = TypeVar("T")
 
-# The benchmarks' own, which are above this room.
+# The configs of the benchmarks are here because benchmarks/ imports configs/.
 
 
 @dataclass(frozen=True)
 class ContextCostConfig:
-    """All of a call of benchmarks.context_cost."""
+    """The config of benchmarks.context_cost."""
 
     model: GPTConfig
     optimizer: OptimizerConfig
@@ -44,7 +44,7 @@ class ContextCostConfig:
 
 @dataclass(frozen=True)
 class AttentionSpeedConfig:
-    """All of a call of benchmarks.attention_speed."""
+    """The config of benchmarks.attention_speed."""
 
     lengths: list[int]
     tokens_per_batch: int
@@ -53,7 +53,7 @@ class AttentionSpeedConfig:
 
 @dataclass(frozen=True)
 class TrainingSpeedConfig:
-    """All of a call of benchmarks.training_speed."""
+    """The config of benchmarks.training_speed."""
 
     vocab_size: int
     compiled: bool
@@ -62,7 +62,7 @@ class TrainingSpeedConfig:
 
 @dataclass(frozen=True)
 class KernelsConfig:
-    """All of a call of benchmarks.kernels."""
+    """The config of benchmarks.kernels."""
 
     vocab_size: int
     pairs: int
@@ -71,7 +71,7 @@ class KernelsConfig:
 
 @dataclass(frozen=True)
 class QualityConfig:
-    """All of a call of benchmarks.quality."""
+    """The config of benchmarks.quality."""
 
     seeds: int
     budgets: list[str]
@@ -94,13 +94,13 @@ ROOTS = {
 
 
 def keys_of(root: type) -> list[str]:
-    """The top-level keys of a program's config. Other fields are filled in from where the config comes from."""
+    """The top-level keys of a program's config. Its other fields are derived from how the program was called."""
     derived = (*getattr(root, "NOT_KEYS", ()), "explicit_keys")
     return [f.name for f in fields(root) if f.name not in derived]
 
 
 def _schema_of(config_class: type) -> type:
-    """A dataclass with the same keys that Hydra can fill in: not frozen, and a group can be any file's content."""
+    """A dataclass with the same keys for Hydra: not frozen, and with groups of type Any."""
     types = get_type_hints(config_class)
     return make_dataclass(
         config_class.__name__,
@@ -116,28 +116,29 @@ def _schema_of(config_class: type) -> type:
     )
 
 
-def register(only_shown: bool = False) -> None:
-    """Makes the schemas known to Hydra, beside the groups so that none is a choice, and what YAML may compute.
+def register(dry_run: bool = False) -> None:
+    """Registers schemas and resolvers with Hydra. The schemas are outside of the groups, so that none is a choice.
 
     Args:
-        only_shown: the config is not run with, and makes no directory.
+        dry_run: the config is only shown, so that no directory is made for it.
     """
     OmegaConf.register_new_resolver("div", lambda a, b: max(1, int(a) // int(b)), replace=True)
-    OmegaConf.register_new_resolver("new_sweep_dir", str if only_shown else new_sweep_dir, replace=True)
+    OmegaConf.register_new_resolver("new_sweep_dir", str if dry_run else new_sweep_dir, replace=True)
     OmegaConf.register_new_resolver("three_question_marks", lambda: "???", replace=True)
     store = ConfigStore.instance().store
     for name, root in ROOTS.items():
         store(name=f"{name}_schema", node=_schema_of(root))
     for group, config_class in CONFIG_CLASSES.items():
         store(name=f"{group}_schema", node=_schema_of(config_class))
-    # Lightning's options are Lightning's to know: any key passes here, training/trainer.py refuses unknown ones.
+    # The trainer group accepts any key; training/trainer.py knows Lightning's options and rejects the others.
     store(name="trainer_schema", node=OmegaConf.create({}, flags={"struct": False}))
 
 
 def build(config_class: type[T], node: DictConfig, **derived: Any) -> T:
-    """The dataclass behind a config, with those of its groups; `derived` fills fields that are no keys.
+    """Converts a config and its groups to dataclasses. `derived` fills fields that are not keys.
 
-    Raises UserError for a key the dataclass does not have, and (from the dataclass) for values that cannot work.
+    Raises:
+        UserError: a key that the dataclass does not have, or (from the dataclass) a value that cannot work.
     """
     names = keys_of(config_class)
     for key in node:

@@ -86,7 +86,7 @@ class Resumed:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The config of a run. configs/cli.py builds it once; configs/train.yaml explains each key."""
+    """The config of a run. configs/compose.py builds it once; configs/train.yaml explains each key."""
 
     model: GPTConfig
     data: DataConfig

@@ -20,7 +20,8 @@ from analysis import inspect_attention as see
 from analysis.attention_plot import MASKED, _drawable, _strip, draw_attention, draw_head_scores
 from analysis.colors import SCALE, color_rows
 from checkpoint.checkpoint import load_checkpoint
-from configs.cli import compose, exit_on_user_error
+from configs.compose import compose
+from configs.error_lines import exit_on_user_error
 from data.tokenizer import encode
 from system.errors import UserError
 

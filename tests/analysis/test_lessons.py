@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from analysis import lessons
-from configs.cli import compose
+from configs.compose import compose
 from model.flops import score_matrix_bytes
 from model.gpt import GPT, GPTConfig
 from system.errors import UserError

@@ -1,7 +1,7 @@
 """A corpus full of markup does nothing in a real browser: it is shown as the text it is."""
 
 from analysis import inspect_attention as see
-from configs.cli import compose
+from configs.compose import compose
 
 LINES = (
     "<script>window.canary = 1</script>",

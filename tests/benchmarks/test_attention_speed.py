@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import attention_speed
 from benchmarks.workload import attention_pass
-from configs.cli import compose
+from configs.compose import compose
 from system.errors import UserError
 
 SMALL = ["lengths=[384,768]", "tokens_per_batch=768"]

@@ -14,7 +14,7 @@ from benchmarks import context_cost
 from benchmarks.growth import fit_growth, where_equal
 from benchmarks.memory_of import measure_memory
 from benchmarks.workload import EagerAttention, attention_pass
-from configs.cli import compose
+from configs.compose import compose
 from model.attention import eager_attention
 from model.config import GPTConfig
 from model.flops import (

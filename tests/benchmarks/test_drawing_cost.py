@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import drawing_cost
 from benchmarks.drawing_cost import TimedDrawing
-from configs.cli import compose
+from configs.compose import compose
 from training.callbacks.validation_images import ValidationImages
 
 PROJECT = Path(__file__).resolve().parents[2]

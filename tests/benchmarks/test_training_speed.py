@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import sampling, training_speed
 from benchmarks.training_speed import Case, hugging_face_step, our_step, products_of
-from configs.cli import compose
+from configs.compose import compose
 from model.config import GPTConfig
 from model.flops import attention_flops, rest_flops
 from system.errors import UserError

@@ -2,10 +2,12 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from operator import attrgetter
@@ -18,13 +20,22 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+import configs.compose
+import configs.defaults
+import configs.error_lines
 from benchmarks import quality
-from configs.cli import PATH_KEYS, compose, format_hydra_error, known_keys, quote_literal, run
+from configs.arguments import PATH_KEYS, quote_literal
+from configs.cli import run
+from configs.compose import compose
+from configs.defaults import known_keys
+from configs.error_lines import format_hydra_error
 from configs.schema import GROUPS, ROOTS, register
+from configs.unknown_keys import SYNONYMS
 from model.config import GPTConfig
 from system.errors import UserError
 from tests.conftest import write_text
 from training.run_dir import make_new_dir, new_sweep_dir
+from training.trainer_options import SUPPORTED_OPTIONS
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -153,7 +164,7 @@ def test_commas_separate_texts_in_a_sweep_alone(monkeypatch, tmp_path, value, fi
     monkeypatch.chdir(tmp_path)
     Path("here,too.txt").write_text("text")
     for key in ("data.corpus", "++data.corpus", "init_from"):
-        assert quote_literal(f"{key}={value}", "train", sweep=True) == f"{key.lstrip('+')}={files}"
+        assert quote_literal(f"{key}={value}", "train", is_sweep=True) == f"{key.lstrip('+')}={files}"
     assert compose("train", [f"data.corpus={value}"]).data.corpus == value
 
 
@@ -220,6 +231,83 @@ def test_misspelt_key_is_named_with_the_nearest_right_one(refuse, script, argume
     key = argument.lstrip("+~").partition("=")[0]
     assert key.rpartition(".")[2] in error
     assert nearest in error
+
+
+@pytest.mark.parametrize(
+    ("program", "meant"),
+    [
+        (
+            "train",
+            {
+                "optimizer.lr": "lr learning_rate max_lr model.lr",
+                "optimizer.warmup_fraction": "warmup_iters warmup_steps",
+                "trainer.max_steps": "max_steps max_iters steps",
+                "trainer.max_epochs": "max_epochs epochs",
+                "trainer.gradient_clip_val": "grad_clip gradient_clip_val",
+                "trainer.accumulate_grad_batches": "gradient_accumulation_steps",
+                "trainer.precision": "precision dtype",
+                "model.num_heads": "n_head num_heads heads model.n_head num_attention_heads",
+                "model.num_layers": "n_layer num_layers depth",
+                "model.d_model": "n_embd hidden_size d_model",
+                "model.context_length": "block_size seq_len context_length model.block_size",
+                "model.dropout": "dropout",
+                "data.batch_size": "batch_size device_batch_size trainer.batch_size",
+                "data.corpus": "corpus dataset",
+                "tokenizer.vocab_size": "vocab_size",
+                "runs_dir": "out_dir",
+            },
+        ),
+        ("sample", {"prompt": "start", "max_new_tokens": "max_tokens", "checkpoint": "ckpt", "top_k": "top_K"}),
+    ],
+)
+def test_name_from_another_project_or_without_its_group_is_answered_with_our_key(program, meant):
+    for key, names in meant.items():
+        for name in names.split():
+            with pytest.raises(UserError, match=rf"^{name} is an unknown key\. Did you mean {key}\?$"):
+                compose(program, [f"{name}=1"])
+
+
+def test_every_synonym_leads_to_a_key():
+    keys = {key for program in ROOTS for key in known_keys(program)} | {f"trainer.{name}" for name in SUPPORTED_OPTIONS}
+    assert set(SYNONYMS.values()) <= keys
+    assert not set(SYNONYMS) & {key.rpartition(".")[2] for key in known_keys("train")}  # these would never be reached
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch) -> Callable[[str], list[str]]:
+    """recipe(text) is the setting that chooses a recipe with this text."""
+    copy = tmp_path / "configs"
+    shutil.copytree(PROJECT / "configs", copy, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    for module in (configs.compose, configs.defaults, configs.error_lines):
+        monkeypatch.setattr(module, "CONFIG_DIR", copy)
+
+    def written(text: str) -> list[str]:
+        (copy / "experiment" / "mine.yaml").write_text(text, encoding="utf-8")
+        return ["experiment=mine"]
+
+    return written
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: {num_layers: 3}", "mine.yaml is not a recipe yet. Make this its first line: # @package _global_"),
+        ("", "mine.yaml is not a recipe yet. Make this its first line: # @package _global_"),
+        ("# @package _global_\nlr: 1e-3", "mine.yaml: lr is an unknown key. Did you mean optimizer.lr?"),
+        ("# @package _global_\nmodel: {n_layer: 3}", "model.n_layer is an unknown key. Did you mean model.num_layers?"),
+        ("# @package _global_\nmodel: {num_layers: many}", "mine.yaml: model.num_layers: Value 'many' of type 'str' "),
+        ("# @package _global_\ndefaults: [model: llama]", "must say override /model: llama"),
+    ],
+)
+def test_mistake_in_a_recipe_is_named_with_its_file_and_what_to_write(recipe, text, said):
+    chosen = recipe(text)
+    with pytest.raises(UserError) as refusal:
+        compose("train", chosen)
+    assert str(refusal.value).startswith("configs/experiment/mine.yaml") and said in str(refusal.value)
+
+
+def test_recipe_with_its_first_line_works(recipe):
+    assert compose("train", recipe("# @package _global_\nmodel: {num_layers: 3}")).model.num_layers == 3
 
 
 @pytest.mark.parametrize("argument", ["zzzzqqq=1", "model.zzzzqqq=1"])
@@ -310,8 +398,8 @@ def test_odd_width_that_cannot_be_rotated_is_said_to_be_odd(refuse):
         ("trainer.logger=false", ["trainer.logger"]),
         ("seed=-1", ["seed is -1", "from 0 to"]),
         ("seed=4294967296", ["seed is 4294967296", "from 0 to"]),
-        ("model=null", ["model=null", "configs/model/"]),
-        ("trainer=null", ["trainer=null", "configs/trainer/"]),
+        ("model=null", ["model=null", "gpt2, llama, nanochat, tiny"]),
+        ("trainer=null", ["trainer=null", "default"]),
     ],
 )
 def test_wrong_value_is_refused_with_what_would_work(refuse, text_file, argument, said):

@@ -9,7 +9,8 @@ import yaml
 from hydra.core.config_store import ConfigStore
 
 from configs import schema
-from configs.cli import CONFIG_DIR, compose, default_config
+from configs.compose import compose
+from configs.defaults import CONFIG_DIR, default_config
 from data.config import DataConfig, TokenizerConfig
 from model.config import GPTConfig
 from model.gpt import GPT

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.cli import abbreviated_repr, error_line
+from configs.error_lines import abbreviated_repr, error_line
 from system.memory import is_out_of_memory
 from system.text import escape_control_chars, escape_json, escape_line
 from system.version import VERSION

@@ -14,7 +14,7 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from configs.cli import CONFIG_DIR
+from configs.defaults import CONFIG_DIR
 from data import tokenizer as module
 from data.corpus import Corpus, find_files
 from data.tokenizer import (

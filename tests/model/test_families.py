@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from configs.cli import compose
+from configs.compose import compose
 from model.config import GPTConfig
 from model.gpt import GPT
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from configs.cli import compose
+from configs.compose import compose
 from data.config import TokenizerConfig
 from data.corpus import Corpus, find_files
 from data.tokenizer import build_tokenizer, encode

@@ -14,7 +14,7 @@ import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from checkpoint.checkpoint import NETWORK_PREFIX, checkpoint_metadata, find_checkpoint, load_checkpoint
-from configs.cli import compose
+from configs.compose import compose
 from data.config import TokenizerConfig
 from data.tokenizer import build_tokenizer
 from model.config import GPTConfig

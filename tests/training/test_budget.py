@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from configs.cli import compose
+from configs.compose import compose
 from data.tokenizers.bpe import DEFAULT_VOCAB_SIZES
 from model.config import GPTConfig
 from system.errors import UserError

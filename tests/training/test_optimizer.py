@@ -15,7 +15,8 @@ import yaml
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from configs.cli import CONFIG_DIR, compose
+from configs.compose import compose
+from configs.defaults import CONFIG_DIR
 from model.config import GPTConfig
 from model.gpt import GPT
 from system.errors import UserError

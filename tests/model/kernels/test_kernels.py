@@ -11,7 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import benchmarks.kernels
-from configs.cli import compose
+from configs.compose import compose
 from model import kernels
 from model.config import GPTConfig
 from model.gpt import GPT
