@@ -38,10 +38,26 @@ logger = logging.getLogger(__name__)
 
 
 def main(config: RunConfig) -> None:
-    """One training run, from the config to the summary. Raises UserError for what the user can fix."""
-    started_at = command_start()
+    """The program: one training run. Raises UserError for what the user can fix."""
     exit_with_parent()
     ignore_stray_variables()
+    train(config, command_start())
+
+
+def train(config: RunConfig, started_at: float, exit_on_signal: bool = True) -> Path:
+    """One training run, from the config to the summary; tiny_gpt.train calls this too.
+
+    Args:
+        started_at: when the run started, a reading of running_seconds().
+        exit_on_signal: Ctrl-C, SIGTERM and SIGHUP exit the process; else only Ctrl-C is handled.
+
+    Returns:
+        The run directory.
+
+    Raises:
+        UserError: what the user can fix.
+        TrainingInterrupted: Ctrl-C, if exit_on_signal is False.
+    """
     check_early(config)
 
     with deferred_imports():
@@ -56,7 +72,7 @@ def main(config: RunConfig) -> None:
     disable_malloc_trim()
     setup_logging(None, silent=not is_first())  # again: importing Lightning made its own loggers talk
     warnings.filterwarnings("ignore", module="lightning|torch")
-    with GracefulStop() as graceful_stop, explain_out_of_memory(config):
+    with GracefulStop(exit_on_signal) as graceful_stop, explain_out_of_memory(config):
         run = prepare_run(config, load_initial_state(config), started_at)  # data and network
         run_dir = config.resumed.run_dir if config.resumed else new_run_dir(config)
 
@@ -71,6 +87,7 @@ def main(config: RunConfig) -> None:
                 with answered(answer), supervise(trainer, graceful_stop, resume_command(run_dir), answer):
                     fit(run, trainer, run_dir)
                     summarize(run, trainer, run_dir)
+    return run_dir
 
 
 def check_early(config: RunConfig) -> None:

@@ -152,9 +152,14 @@ def draw_head_scores(scores: dict[str, np.ndarray], tops: dict[str, float], titl
 
 def save(picture: np.ndarray, path: Path) -> None:
     """Writes a picture as a PNG file, whole or not at all. Raises UserError where that cannot be done."""
+    write_output(path, to_png(picture))
+
+
+def to_png(picture: np.ndarray) -> bytes:
+    """A picture as the content of a PNG file."""
     png = io.BytesIO()
     Image.fromarray(picture).save(png, format="PNG", optimize=True)
-    write_output(path, png.getvalue())
+    return png.getvalue()
 
 
 # Writing

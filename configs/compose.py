@@ -35,7 +35,11 @@ def compose(config_name: str, overrides: list[str]) -> Any:
             config = hydra.compose(config_name, overrides)
         except Exception as error:  # Hydra does not document which types it raises
             raise UserError(format_hydra_error(error, config_name)) from error
-        return typed_config(check_config(config, config_name), config_name, overrides)
+        config = check_config(config, config_name)
+        if config_name != "train":
+            return typed_config(config, config_name, overrides)
+        config, resumed = merge_saved_config(config, keys_of(overrides))
+        return typed_config(config, config_name, overrides, resumed=resumed)
 
 
 def run_config(config: DictConfig) -> RunConfig:

@@ -52,8 +52,8 @@ def test_wheel_has_the_version_and_every_dependency(wheel):
 
 def test_wheel_has_all_code_configs_and_the_text(wheel):
     """Without one of them an installed copy would fail at the first run."""
-    needed = [path for room in ROOMS for kind in ("*.py", "*.yaml") for path in (PROJECT / room).rglob(kind)]
-    needed += [PROJECT / "data" / "shakespeare.txt", *PROJECT.glob("*.py")]
+    needed = [path for room in ROOMS for path in (PROJECT / room).rglob("*") if path.is_file()]
+    needed = [path for path in (*needed, *PROJECT.glob("*.py")) if "__pycache__" not in path.parts]
     assert {path.relative_to(PROJECT).as_posix() for path in needed} <= set(wheel.namelist())
 
 

@@ -2,13 +2,16 @@
 
 import signal
 import sys
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from system.errors import TrainingInterrupted
 from training.callbacks.checkpoints import LastCheckpoint, begins_step, last_checkpoint
 
 
@@ -20,28 +23,38 @@ class GracefulStop(Callback):
 
     With several processes, a signal to any of them stops all of them after the same step: a few times per second, at
     steps that they agree on, they exchange the signals they received.
+
+    Args:
+        exit_on_signal: False for a program that continues, such as a notebook: only Ctrl-C is handled, and it raises
+            TrainingInterrupted. Outside the main thread, which alone receives signals, nothing is handled.
     """
 
     SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
     SECONDS_BETWEEN_TALKS = 0.2
 
-    def __init__(self):
+    def __init__(self, exit_on_signal: bool = True):
+        self._exit_on_signal = exit_on_signal
+        self._run_dir: Path | None = None
         self.training = False  # then a signal waits for the end of the step
         self._last_checkpoint: LastCheckpoint | None = None
         self._received = 0  # number of the signal; 0: none
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "GracefulStop":
-        heard = [number for number in self.SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._handle) for number in heard}
+        if threading.current_thread() is threading.main_thread():  # the only one that can set handlers
+            signals = self.SIGNALS if self._exit_on_signal else (signal.SIGINT,)
+            heard = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._handle) for number in heard}
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback) -> None:
-        stopped = isinstance(error, StoppedBySignal)
+        stopped = isinstance(error, StoppedBySignal) and self._exit_on_signal
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_IGN if stopped else handler)  # another signal must not interrupt the exit
         if stopped:
             sys.exit(128 + error.args[0])
+        if isinstance(error, StoppedBySignal):
+            raise TrainingInterrupted(self._run_dir) from None
 
     def _handle(self, number: int, frame) -> None:
         if not self.training or self._received:
@@ -51,6 +64,7 @@ class GracefulStop(Callback):
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """From now on, a signal waits for the end of the step."""
         self._last_checkpoint = last_checkpoint(trainer)
+        self._run_dir = Path(trainer.default_root_dir)
         self.training = True
         if trainer.world_size > 1:
             self._group = torch.distributed.new_group(backend="gloo")  # works on CPU tensors, whatever device trains
