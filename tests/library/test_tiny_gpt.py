@@ -77,7 +77,7 @@ def test_own_module_imported_before_is_named(clean_environment, tmp_path):
     (tmp_path / "data.py").write_text("")
     finished = in_process("import data, tiny_gpt", clean_environment, tmp_path)
     last = finished.stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: tiny_gpt has a package named data") and "data.py" in last
+    assert last.startswith("ImportError: tiny_gpt has a module named data") and "data.py" in last
 
 
 # Training
