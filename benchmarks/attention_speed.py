@@ -22,7 +22,7 @@ from benchmarks.workload import attention_pass
 from configs.entry_point import entry_point
 from configs.schema import AttentionSpeedConfig
 from model.config import GPTConfig
-from model.kernels.flex_attention import BLOCK, flex_works
+from model.kernels.flex_attention import BLOCK, flex_attention_works
 from sample import pick_device
 from system.errors import UserError
 from system.text import pluralize
@@ -60,7 +60,7 @@ def comparison_on(device: str, tokens: int) -> Comparison:
     """On CUDA sliding window attention is there twice; flex attention only where it works, which a warning tells."""
     if not device.startswith("cuda"):
         return Comparison(device, ("eager", "sdpa", "sliding_window"), tokens, torch.float32)
-    flex = ("flex",) if flex_works(torch.device(device), torch.bfloat16, SHAPE.head_dim) else ()
+    flex = ("flex",) if flex_attention_works(torch.device(device), torch.bfloat16, SHAPE.head_dim) else ()
     return Comparison(device, ("eager", "sdpa", "blocks", *flex), tokens, torch.bfloat16)
 
 

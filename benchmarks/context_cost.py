@@ -24,7 +24,14 @@ from benchmarks.workload import attention_pass, training_step
 from configs.entry_point import entry_point
 from configs.schema import ContextCostConfig
 from model.config import GPTConfig
-from model.flops import IMPLEMENTATIONS, attention_flops, crossing_by_flops, saved_bytes, score_matrix_bytes, step_flops
+from model.flops import (
+    IMPLEMENTATIONS,
+    attention_flops,
+    crossover_length,
+    saved_activation_bytes,
+    score_matrix_bytes,
+    train_step_flops,
+)
 from model.layers import Linear
 from sample import pick_device
 from system.errors import UserError
@@ -217,7 +224,7 @@ def read(
         memory["kept"],
         step_memory["peak"],
         3 * sequences * attention_flops(c, length, name) / c.num_layers / 1e9,
-        sequences * step_flops(c, length, name) / 1e9,
+        sequences * train_step_flops(c, length, name) / 1e9,
     )
 
 
@@ -309,7 +316,7 @@ def conclusions(measured: Measured) -> str:
                 )
     lines += ["", "Attention of all layers takes as long as the rest of the step at a context of"]
     for name in names:
-        readings, by_flops = measured.of(name), crossing_by_flops(measured.config, name)
+        readings, by_flops = measured.of(name), crossover_length(measured.config, name)
         crossing = measured.crossing(name)
         if crossing is not None:
             found = f"{crossing:,.0f}"
@@ -345,7 +352,7 @@ def formula_mb(measured: Measured, reading: Reading) -> float:
 
 def matrix_mb(measured: Measured, reading: Reading) -> float:
     """The score matrix as measured: what eager attention keeps, less the other, small things it keeps."""
-    kept = saved_bytes(measured.config, reading.context_length, reading.sequences)
+    kept = saved_activation_bytes(measured.config, reading.context_length, reading.sequences)
     return reading.kept_mb - (kept / 2**20 - formula_mb(measured, reading))
 
 
@@ -389,7 +396,7 @@ def as_json(measured: Measured) -> dict:
         "crossings": {
             name: {
                 "measured": measured.crossing(name),
-                "by_flops": crossing_by_flops(measured.config, name),
+                "by_flops": crossover_length(measured.config, name),
             }
             for name in names
         },

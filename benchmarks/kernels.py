@@ -51,8 +51,8 @@ def plain_mask(x: Tensor, p: float) -> Tensor:
 # Each kernel, and what takes its place: (where it is looked up, its name there, plain PyTorch).
 KERNELS: dict[str, list[tuple[str, str, object]]] = {
     "onednn.py": [("model.kernels.onednn", "onednn_is_faster", lambda: False)],
-    "bfloat16.py": [("model.kernels.linear", "is_bf16_matmul", lambda: False),
-                    ("model.kernels.cross_entropy", "is_bf16_matmul", lambda: False)],
+    "bfloat16.py": [("model.kernels.linear", "bf16_matmul_enabled", lambda: False),
+                    ("model.kernels.cross_entropy", "bf16_matmul_enabled", lambda: False)],
     "attention.py": [("model.layers", "fast_sdpa_attention", F.scaled_dot_product_attention)],
     "cross_entropy.py": [("model.layers", "fused_linear_cross_entropy", plain_cross_entropy)],
     "norm.py": [("model.layers", "fast_rms_norm", lambda x, eps: F.rms_norm(x, x.shape[-1:], eps=eps))],
@@ -67,11 +67,11 @@ KERNELS: dict[str, list[tuple[str, str, object]]] = {
 @contextmanager
 def switched_off() -> Iterator[None]:
     """All kernels off."""
-    kernels.switch(False)
+    kernels.set_enabled(False)
     try:
         yield
     finally:
-        kernels.switch(True)
+        kernels.set_enabled(True)
 
 
 @contextmanager

@@ -32,11 +32,11 @@ from configs.compose import compose
 from configs.entry_point import entry_point
 from configs.schema import TrainingSpeedConfig
 from model.config import GPTConfig
-from model.flops import step_flops
+from model.flops import train_step_flops
 from model.gpt import GPT
 from model.kernels.bfloat16 import BF16_MATMUL, has_bf16_units, matmul_precision
 from model.kernels.cross_entropy import CHUNK_ROWS
-from model.kernels.onednn import onednn_is_faster, prefer_onednn, raw_onednn_product
+from model.kernels.onednn import onednn_is_faster, onednn_linear_no_grad, use_onednn_for_matmul
 from model.layers import Linear
 from system.memory import disable_malloc_trim
 from system.text import pluralize
@@ -152,14 +152,14 @@ def linear_products(rows: int, layer: Linear, precision: str) -> Iterator[Produc
     dtype = torch.bfloat16 if precision == BF16_MATMUL else torch.float32
     weight = layer.weight.detach().to(dtype)
     x, grad = torch.randn(rows, layer.in_features).to(dtype), torch.randn(rows, layer.out_features).to(dtype)
-    multiply = raw_onednn_product if dtype == torch.float32 and onednn_is_faster() else F.linear
+    multiply = onednn_linear_no_grad if dtype == torch.float32 and onednn_is_faster() else F.linear
     for run in (lambda: multiply(x, weight), lambda: multiply(grad, weight.t()), lambda: product(grad.t(), x)):
         yield Product(run, 2 * rows * layer.in_features * layer.out_features)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a b, of matrices or of batches of them, by the library that is the faster here."""
-    with prefer_onednn():
+    with use_onednn_for_matmul():
         return a @ b
 
 
@@ -212,7 +212,7 @@ def measure(case: Case, against: bool, compiled: bool) -> dict[str, float]:
             steps["theirs_compiled"] = hugging_face_step(case, fused=True, compiled=True)
     rounds = medians_in_turns(steps)
     ms = {name: statistics.median(each) for name, each in rounds.items()}
-    flops = case.batch_size * step_flops(case.config, case.config.context_length, "sdpa")
+    flops = case.batch_size * train_step_flops(case.config, case.config.context_length, "sdpa")
     linear_flops, attention_flops = (sum(product.flops for product in some) for some in (linear, attention))
     found = {
         **{f"{name}_ms": value for name, value in ms.items()},

@@ -1,7 +1,7 @@
-"""The MLP's activations by name, `model.mlp=NAME`.
+"""Registry of the MLP's activation functions: `model.mlp=NAME`.
 
-To add one: one function here (docs/extending.md). GPTConfig checks names before torch is imported, which takes seconds;
-so functions here import what they need when a network is built.
+To add one, write one function here (see docs/extending.md). GPTConfig validates names before the slow import of torch,
+so these functions import what they need when a network is built.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ Build = Callable[[], "Callable[[Tensor], Tensor]"]
 
 @dataclass(frozen=True)
 class RegisteredActivation:
-    """What the network needs to know of an activation."""
+    """A registered activation function."""
 
     build: Build
     inputs: int
-    """Numbers from the first matrix for each that goes on to the second; 2 for a gate and a value."""
+    """Input features per output feature: 1, or 2 for a gated activation (a gate and a value)."""
 
 
-ACTIVATIONS: dict[str, RegisteredActivation] = {}  # by the value of model.mlp
+ACTIVATIONS: dict[str, RegisteredActivation] = {}  # model.mlp -> activation
 
 
 def activation(inputs: int = 1) -> Callable[[Build], Build]:
-    """Registers a function by its name. It returns what is applied: (..., inputs x mlp_width) -> (..., mlp_width)."""
+    """Registers a function under its name. The function returns the activation: (..., inputs x I) -> (..., I)."""
 
     def register(build: Build) -> Build:
         ACTIVATIONS[build.__name__] = RegisteredActivation(build, inputs)
@@ -40,7 +40,7 @@ def activation(inputs: int = 1) -> Callable[[Build], Build]:
 
 @activation()
 def gelu() -> Callable[[Tensor], Tensor]:
-    """GELU in GPT-2's tanh form (arXiv:1606.08415)."""
+    """GELU with GPT-2's tanh approximation (arXiv:1606.08415)."""
     from model.layers import gelu
 
     return gelu
@@ -48,7 +48,7 @@ def gelu() -> Callable[[Tensor], Tensor]:
 
 @activation(inputs=2)
 def swiglu() -> Callable[[Tensor], Tensor]:
-    """SwiGLU, Llama's (arXiv:2002.05202)."""
+    """SwiGLU, as in Llama (arXiv:2002.05202)."""
     from model.layers import swiglu
 
     return swiglu
@@ -56,7 +56,7 @@ def swiglu() -> Callable[[Tensor], Tensor]:
 
 @activation()
 def relu2() -> Callable[[Tensor], Tensor]:
-    """Squared ReLU, nanochat's (arXiv:2109.08668)."""
+    """Squared ReLU, as in nanochat (arXiv:2109.08668)."""
     from model.layers import squared_relu
 
     return squared_relu

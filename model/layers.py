@@ -1,4 +1,4 @@
-"""The network's building blocks, as in torch.nn: plain PyTorch, or a kernel where `enabled` says so."""
+"""Layers and functions of the model, as in torch.nn: plain PyTorch, or a faster kernel if `enabled` for the inputs."""
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from model.kernels.norm import rms_norm as fast_rms_norm
 from model.kernels.rope import apply_rope as fast_apply_rope
 from model.kernels.sliding_window import sliding_window_attention as fast_sliding_window_attention
 
-Rope = tuple[Tensor, Tensor]  # cosines and sines of the positions' angles, (T, D/2) each
+Rope = tuple[Tensor, Tensor]  # cosines and sines of the rotation angles, (T, D/2) each
 
 
 class Linear(nn.Linear):
@@ -27,7 +27,7 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.RMSNorm):
-    """nn.RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) over the last dimension."""
+    """nn.RMSNorm over the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., C)."""
@@ -36,7 +36,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout: sets a share p of the entries to 0 in training and scales the others up (Srivastava et al. 2014)."""
+    """nn.Dropout (Srivastava et al. 2014): in training zeroes entries with probability p and scales the others up."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Any shape -> the same shape."""
@@ -46,32 +46,28 @@ class Dropout(nn.Dropout):
 
 
 class BigramEmbedding(nn.Embedding):
-    """A vector for each token together with the one before it, looked up by hash.
+    """Hashed bigram embedding: a vector for each pair of a token and its predecessor.
 
-    Gives the first block at once what an attention head would first have to learn: to look one token back.
-    Rows shared by hash: Svenstrup et al. 2017, arXiv:1709.03933.
+    It gives the first block information for which an attention head would have to learn to attend to the previous
+    token. Pairs are hashed into a table of fixed size (hash embeddings, Svenstrup et al. 2017, arXiv:1709.03933).
     """
 
-    def __init__(self, rows: int, d_model: int, dropout: float = 0.0):
-        super().__init__(rows, d_model)
+    def __init__(self, table_size: int, d_model: int, dropout: float = 0.0):
+        super().__init__(table_size, d_model)
         self.dropout = dropout
 
     def forward(self, ids: Tensor, prev_ids: Tensor | None = None) -> Tensor:
-        """Vectors for ids (B, T). prev_ids: (B,), the tokens before the first ones; None: there are none.
-
-        Returns:
-            (B, T, C).
-        """
+        """Returns vectors (B, T, C) for ids (B, T). prev_ids: (B,), the tokens before these. None: there are none."""
         if prev_ids is None:
             previous = F.pad(ids[:, :-1], (1, 0), value=-1)  # (B, T)
         else:
             previous = torch.cat([prev_ids[:, None], ids[:, :-1]], dim=1)  # (B, T)
-        vectors = super().forward(self.rows(ids, previous))  # (B, T, C)
+        vectors = super().forward(self.hash(ids, previous))  # (B, T, C)
         return F.dropout1d(vectors, self.dropout, self.training)  # drops whole vectors
 
-    def rows(self, ids: Tensor, previous: Tensor) -> Tensor:
-        """Which row of the table each pair of tokens has, of any shape."""
-        # Odd factors, so that each of the two alone reaches every row of a table of 2^n.
+    def hash(self, ids: Tensor, previous: Tensor) -> Tensor:
+        """Returns the table row of each pair of tokens, with the shape of ids."""
+        # With odd factors, either token alone can select any row of a table of size 2^n.
         return (previous * 40_503 ^ ids * 30_011) % self.num_embeddings
 
 
@@ -86,12 +82,12 @@ def rms_norm(x: Tensor, eps: float) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """GELU in GPT-2's tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415), of any shape."""
+    """GELU with the tanh approximation, as in GPT-2 (Hendrycks & Gimpel 2016, arXiv:1606.08415)."""
     return fast_gelu(x) if enabled(x) else F.gelu(x, approximate="tanh")
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """relu(x)^2 (Primer, So et al. 2021, arXiv:2109.08668), of any shape."""
+    """relu(x)^2 (Primer, So et al. 2021, arXiv:2109.08668)."""
     return fast_squared_relu(x) if enabled(x) else F.relu(x).square()
 
 
@@ -102,23 +98,24 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def precompute_rope(context_length: int, head_dim: int, base: float) -> Rope:
-    """Cosines and sines of the angles of rotary positions (Su et al. 2021, arXiv:2104.09864): (context_length, D/2)."""
+    """Returns the cosines and sines of RoPE for all positions (Su et al. 2021, arXiv:2104.09864)."""
     frequencies = base ** -(torch.arange(0, head_dim, 2) / head_dim)  # (D/2,)
     angles = torch.outer(torch.arange(context_length), frequencies)  # (context_length, D/2)
     return angles.cos(), angles.sin()
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates queries or keys x (B, T, heads, D) by their positions: rotary embeddings, arXiv:2104.09864, section 3.4.
+    """Applies rotary position embeddings to queries or keys (arXiv:2104.09864, section 3.4).
 
-    Entries i and i + D/2 of a head are a point (x1, x2) in a plane, which turns by position x base^(-2i/D) radians.
+    Entries i and i + D/2 of a head are a point (x1, x2), which is rotated by position x base^(-2i/D) radians.
 
     Args:
-        cos, sin: of these angles, (T, D/2) each; see `precompute_rope`.
+        x: (B, T, heads, D).
+        cos, sin: (T, D/2) each, from `precompute_rope`.
     """
     if enabled(x):
         return fast_apply_rope(x, cos, sin)
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # (T, 1, D/2): the same for all heads
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # (T, 1, D/2), broadcast over the heads
     x1, x2 = x.chunk(2, dim=-1)  # (B, T, heads, D/2) each
     return torch.cat([x1 * cos - x2 * sin, x1 * sin + x2 * cos], dim=-1)
 
@@ -126,28 +123,30 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def sdpa_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0, causal: bool = False
 ) -> Tensor:
-    """softmax(Q K^T / sqrt(D)) V in one call, PyTorch's SDPA, which never holds all scores.
+    """softmax(Q K^T / sqrt(D)) V with F.scaled_dot_product_attention.
 
     Args:
         q: (B, H, T, D).
-        k, v: (B, G, S, D), G a divisor of H.
-        mask: true where a query may look; broadcasts to (B, H, T, S).
+        k, v: (B, G, S, D), where G divides H.
+        mask: True where a query may attend to a key; broadcasts to (B, H, T, S).
 
     Returns:
-        The gathered values (B, H, T, D).
+        (B, H, T, D).
     """
     attend = fast_sdpa_attention if enabled(q, k, v) else F.scaled_dot_product_attention
     return attend(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=q.size(1) != k.size(1))
 
 
 def sliding_window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: float = 0.0) -> Tensor:
-    """Causal attention in which query t sees the keys t - window + 1 ... t (Longformer, Beltagy et al. 2020,
-    arXiv:2004.05150; Mistral, Jiang et al. 2023, arXiv:2310.06825). Shapes as in `sdpa_attention`, S = T.
+    """Causal attention in which query t attends to the keys t - window + 1 ... t.
+
+    Longformer (Beltagy et al. 2020, arXiv:2004.05150); Mistral (Jiang et al. 2023, arXiv:2310.06825).
+    Shapes as in `sdpa_attention`, with S = T.
     """
     T = q.size(2)
     if window >= T:
         return sdpa_attention(q, k, v, None, dropout, causal=True)
-    if enabled(compiles=True):  # of any device and precision
+    if enabled(compiles=True):  # the kernel supports all devices and dtypes
         return fast_sliding_window_attention(q, k, v, window, dropout)
     band = torch.ones(T, T, dtype=torch.bool, device=q.device).tril().triu(1 - window)  # (T, T)
     return sdpa_attention(q, k, v, band, dropout)
@@ -157,8 +156,8 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy, in nats, of the logits x W^T.
 
     Args:
-        x: (N, C), what goes into the output layer.
-        weight: its matrix, (V, C).
+        x: (N, C), the input of the output layer.
+        weight: (V, C), its weight.
         targets: (N,) token ids.
     """
     if enabled(x, weight):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from model.gpt import GPT, Block
-from model.kernels.rope import rotate, widen
+from model.kernels.rope import expand_rope_tables, rotate
 from model.layers import rms_norm
 from sampling.fast_copy import inference_copy
 from sampling.kv_cache import DynamicCache, make_kv_cache
@@ -141,7 +141,7 @@ class FastDecoder:
         network = self.network
         if self.learned:
             return list(network.position_embedding.weight.detach().unbind())
-        cos, sin = widen(network.rope_cos, network.rope_sin)  # (context_length, D) each
+        cos, sin = expand_rope_tables(network.rope_cos, network.rope_sin)  # (context_length, D) each
         return list(zip(cos.unbind(), sin.unbind(), strict=True))
 
     def prefill(self, ids: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class FastDecoder:
         x = network.token_embedding(ids)  # (B, C), as all below
         if network.bigram_embedding is not None:
             bigrams = network.bigram_embedding
-            x = x + torch.embedding(bigrams.weight, bigrams.rows(ids, prev_ids))
+            x = x + torch.embedding(bigrams.weight, bigrams.hash(ids, prev_ids))
         if self.learned:
             x = x + self.positions[position]
         else:

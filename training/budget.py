@@ -18,7 +18,7 @@ from data.corpus import find_files
 from data.tokenizers import TOKENIZERS
 from data.tokenizers.bpe import vocab_size_for
 from model.config import GPTConfig
-from model.flops import matrix_weights, step_flops
+from model.flops import matmul_parameters, train_step_flops
 from model.gpt import GPT
 from model.kernels.bfloat16 import matmul_precision
 from system.errors import UserError
@@ -106,7 +106,7 @@ def measured_speed(device: torch.device, precision: str) -> float:
 
     steps(2)
     seconds = min(steps(REFERENCE_STEPS // 2), steps(REFERENCE_STEPS // 2))
-    return REFERENCE_BATCH * step_flops(REFERENCE, T, "sdpa") / seconds
+    return REFERENCE_BATCH * train_step_flops(REFERENCE, T, "sdpa") / seconds
 
 
 def recipe_for(min_tflop: float) -> Recipe:
@@ -170,7 +170,7 @@ def is_valid(config: RunConfig, values: dict[str, Any]) -> bool:
 
 def full_validation_seconds(network: GPT, val_tokens: int, flops_per_second: float) -> float:
     """Expected seconds to validate the whole split."""
-    return 2 * matrix_weights(network.config) * val_tokens / flops_per_second
+    return 2 * matmul_parameters(network.config) * val_tokens / flops_per_second
 
 
 def training_time(budget: timedelta, spent: float, processor_s: float, whole_seconds: float) -> timedelta:

@@ -45,7 +45,7 @@ class GPTLightning(LowOverheadModule):
     @cached_signature
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """batch (B, T + 1) of token ids -> mean loss in nats per token."""
-        if self.network.config.drops:  # dropout depends on (seed, batch, rank) alone, so a resumed run repeats it
+        if self.network.config.has_dropout:  # dropout depends on (seed, batch, rank) alone, so a resumed run repeats it
             position = f"{self.seed} {self.batches_done} {self.global_rank}"
             self.seed_device(int.from_bytes(blake2b(position.encode(), digest_size=7).digest(), "big"))
         inputs, targets = batch[:, :-1], batch[:, 1:]  # (B, T) each: every token predicts the next one

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from model.kernels.onednn import prefer_onednn
+from model.kernels.onednn import use_onednn_for_matmul
 
 
 class MuonAdamW(torch.optim.AdamW):
@@ -60,7 +60,7 @@ class MuonAdamW(torch.optim.AdamW):
             by_shape[p.shape].append((p, update))
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         # Not on a GPU, where it could switch on TF32.
-        with prefer_onednn() if params[0].device.type == "cpu" else nullcontext():
+        with use_onednn_for_matmul() if params[0].device.type == "cpu" else nullcontext():
             orthogonal = newton_schulz([torch.stack([update for _, update in pairs]) for pairs in by_shape.values()])
         for ((rows, columns), pairs), directions in zip(by_shape.items(), orthogonal, strict=True):
             size = group["lr"] * max(1, rows / columns) ** 0.5

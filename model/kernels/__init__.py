@@ -1,8 +1,8 @@
-"""The network's operators once more, faster: one file an operator, and one switch that turns all of them off.
+"""Faster implementations of the model's operators, one file per operator.
 
-model/layers.py asks `enabled` at every call. Off, everything is plain PyTorch and the numbers are the same, up to
-rounding (tests/model/kernels/test_kernels.py): `TINY_GPT_KERNELS=0` in the environment, or `switch(False)`.
-`python -m benchmarks.kernels` prints what each is worth.
+model/layers.py calls `enabled` before every use. With kernels disabled (environment variable `TINY_GPT_KERNELS=0`, or
+`set_enabled(False)`), the model is plain PyTorch and gives the same results up to rounding.
+`python -m benchmarks.kernels` measures the benefit of each kernel.
 """
 
 import os
@@ -10,17 +10,17 @@ import os
 import torch
 from torch import Tensor
 
-_on = os.environ.get("TINY_GPT_KERNELS", "1").lower() not in ("0", "off", "false")
+_enabled = os.environ.get("TINY_GPT_KERNELS", "1").lower() not in ("0", "off", "false")
 
 
 def enabled(*tensors: Tensor, compiles: bool = False) -> bool:
-    """Whether a kernel takes over for these inputs: plain float32 on a CPU, outside of torch.compile and autocast.
+    """Whether to use a kernel: kernels are on, and the inputs are float32 on the CPU without compile and autocast.
 
     Args:
-        tensors: none asks for the switch alone.
-        compiles: for a kernel that torch.compile can take in.
+        tensors: the inputs. Without any, only the switch is checked.
+        compiles: whether torch.compile can trace the kernel.
     """
-    if not _on or (torch.compiler.is_compiling() and not compiles):
+    if not _enabled or (torch.compiler.is_compiling() and not compiles):
         return False
     for tensor in tensors:
         if tensor.dtype is not torch.float32 or not tensor.is_cpu:
@@ -28,7 +28,7 @@ def enabled(*tensors: Tensor, compiles: bool = False) -> bool:
     return not (tensors and torch.is_autocast_enabled("cpu"))
 
 
-def switch(on: bool) -> None:
-    """Turns all kernels of this process on or off."""
-    global _on
-    _on = on
+def set_enabled(value: bool) -> None:
+    """Turns all kernels on or off, for this process."""
+    global _enabled
+    _enabled = value

@@ -1,4 +1,4 @@
-"""Attention over all pairs, for processors where oneDNN is the faster matrix library (model/kernels/onednn.py)."""
+"""Full attention on processors where oneDNN is the faster matrix library (model/kernels/onednn.py)."""
 
 import math
 
@@ -9,10 +9,9 @@ from torch.autograd.function import once_differentiable
 
 from model.kernels import onednn
 from model.kernels.dropout import dropout_mask
-from model.kernels.onednn import prefer_onednn
+from model.kernels.onednn import use_onednn_for_matmul
 
-# Tokens from which on `onednn_attention` pays: below, preparing its many small products costs more than they take.
-MIN_LENGTH = 512
+MIN_LENGTH = 512  # tokens; for shorter sequences, the overhead of oneDNN's many small products exceeds their cost
 
 
 def sdpa_attention(
@@ -24,8 +23,8 @@ def sdpa_attention(
     is_causal: bool = False,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """F.scaled_dot_product_attention; a short text's weights are held, all at once."""
-    if q.numel() and onednn.onednn_is_faster():  # oneDNN refuses an empty batch
+    """F.scaled_dot_product_attention. For short sequences it holds all attention weights in memory."""
+    if q.numel() and onednn.onednn_is_faster():  # oneDNN does not accept an empty batch
         if q.size(-2) >= MIN_LENGTH:
             options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "enable_gqa": enable_gqa}
             return onednn_attention(q, k, v, **options)
@@ -35,14 +34,14 @@ def sdpa_attention(
 
 
 def short_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-    """Causal softmax(Q K^T / sqrt(D)) V of a text below MIN_LENGTH, differentiable once.
+    """Causal softmax(Q K^T / sqrt(D)) V for sequences shorter than MIN_LENGTH, differentiable once.
 
-    Holds all weights at once and keeps them for the backward pass. While they are few that is faster than making
-    them anew, as PyTorch's fused attention does, whose many small products on a CPU are slow ones.
+    Saves the attention weights for the backward pass. For short sequences this is faster than recomputing them, as
+    PyTorch's fused attention does with many small and slow products.
 
     Args:
         q, k, v: (B, H, T, D).
-        dropout: share of the weights dropped.
+        dropout: dropout probability of the attention weights.
 
     Returns:
         (B, H, T, D).
@@ -53,14 +52,14 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Te
 
 
 class _ShortAttention(torch.autograd.Function):
-    """What is as large as the weights is written over where it can be: new memory costs more."""
+    """Reuses tensors of the size of the weights where possible, because allocating memory costs more."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         T, ctx.scale = q.size(1), q.size(2) ** -0.5
         q = q * ctx.scale
         future = q.new_full((T, T), -math.inf).triu(1)
-        with prefer_onednn():
+        with use_onednn_for_matmul():
             scores = torch.baddbmm(future, q, k.mT)  # (B H, T, T)
             weights = torch.softmax(scores, -1, out=scores)
             factors = dropout_mask(weights, dropout) if dropout else None
@@ -72,7 +71,7 @@ class _ShortAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, weights, kept, factors = ctx.saved_tensors
-        with prefer_onednn():
+        with use_onednn_for_matmul():
             grad_v = kept.mT @ grad  # (B H, T, D)
             grads = grad @ v.mT  # of the weights, (B H, T, T)
             if factors is not None:
@@ -82,29 +81,29 @@ class _ShortAttention(torch.autograd.Function):
 
 
 def onednn_attention(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-    """F.scaled_dot_product_attention with the products inside it by oneDNN, differentiable once.
+    """F.scaled_dot_product_attention with its matrix products computed by oneDNN, differentiable once.
 
     Args:
-        q, k, v: (B, H, T, D), T at least MIN_LENGTH for this to pay.
-        options: as PyTorch's function takes them.
+        q, k, v: (B, H, T, D). Faster only for T >= MIN_LENGTH.
+        options: the other arguments of F.scaled_dot_product_attention.
     """
     return _Attention.apply(q, k, v, options)
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps the graph of PyTorch's own function, since its backward pass too has to run under `prefer_onednn`."""
+    """Keeps PyTorch's own graph, so that its backward pass can also run under `use_onednn_for_matmul`."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, options: dict) -> Tensor:
         ctx.inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in (q, k, v)]
-        with torch.set_grad_enabled(any(ctx.needs_input_grad)), prefer_onednn():
+        with torch.set_grad_enabled(any(ctx.needs_input_grad)), use_onednn_for_matmul():
             ctx.output = F.scaled_dot_product_attention(*ctx.inputs, **options)  # (B, H, T, D)
         return ctx.output.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = [tensor for tensor in ctx.inputs if tensor.requires_grad]
-        with prefer_onednn():
-            found = iter(torch.autograd.grad(ctx.output, wanted, grad))
-        return *(next(found) if tensor.requires_grad else None for tensor in ctx.inputs), None
+        inputs = [tensor for tensor in ctx.inputs if tensor.requires_grad]
+        with use_onednn_for_matmul():
+            grads = iter(torch.autograd.grad(ctx.output, inputs, grad))
+        return *(next(grads) if tensor.requires_grad else None for tensor in ctx.inputs), None

@@ -1,9 +1,8 @@
-"""Training's matrix products in bfloat16 on processors with units for it; everything between them stays float32.
+"""Matrix products in bfloat16 on CPUs that support it, for training. All other operators stay in float32.
 
-Such units (AVX512-BF16, AMX) multiply in half of float32's time or less and sum up in float32; only what goes in
-and what comes out is rounded, to 8 bits of precision. torch.autocast would round so too, but leaves the operators
-between the products in bfloat16, where they are slow: with it a step takes longer than in float32
-(docs/EXPERIMENTS.md).
+These instructions (AVX512-BF16, AMX) take half the time of float32 or less and accumulate in float32; only inputs and
+outputs are rounded, to 8 bits of precision. torch.autocast rounds in the same places, but also runs the operators
+between the products in bfloat16, where they are slow: a step then takes longer than in float32 (docs/EXPERIMENTS.md).
 """
 
 from collections.abc import Iterator
@@ -17,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-BF16_MATMUL = "bf16-matmul"  # a value of trainer.precision that Lightning does not have
-_wanted = ContextVar("matrix products in bfloat16", default=False)
+BF16_MATMUL = "bf16-matmul"  # value of trainer.precision; not one of Lightning's
+_enabled = ContextVar("bf16_matmul", default=False)
 
 
 @cache
 def has_bf16_units() -> bool:
-    """Whether this processor multiplies bfloat16 faster than float32. A fact of the machine, and no measurement."""
+    """Whether this processor has bfloat16 matrix instructions. Read from /proc/cpuinfo, not measured."""
     cpuinfo = Path("/proc/cpuinfo")
     flags = cpuinfo.read_text(errors="replace").split() if cpuinfo.exists() else []
     return torch.backends.mkldnn.is_available() and ("avx512_bf16" in flags or "amx_bf16" in flags)
@@ -31,26 +30,26 @@ def has_bf16_units() -> bool:
 
 @contextmanager
 def bf16_matmul() -> Iterator[None]:
-    """The kernels' matrix products, and later on those of their gradients, are made in bfloat16."""
-    before = _wanted.set(True)
+    """Context in which the kernels compute matrix products in bfloat16, and later those of their gradients."""
+    token = _enabled.set(True)
     try:
         yield
     finally:
-        _wanted.reset(before)
+        _enabled.reset(token)
 
 
 def matmul_precision(precision: str) -> AbstractContextManager[None]:
-    """What a forward pass in training runs under at this `trainer.precision`, where one trains without Lightning."""
+    """Context for the forward pass at this value of `trainer.precision`, for training without Lightning."""
     return bf16_matmul() if precision == BF16_MATMUL else nullcontext()
 
 
-def is_bf16_matmul() -> bool:
-    """Whether `bf16_matmul` is on. torch.compile cannot look into the variable."""
-    return _wanted.get()
+def bf16_matmul_enabled() -> bool:
+    """Whether the `bf16_matmul` context is active. torch.compile cannot trace this call."""
+    return _enabled.get()
 
 
 def bf16_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T, differentiable once: x (..., I), W (O, I) -> (..., O), all of them float32."""
+    """x W^T computed in bfloat16, differentiable once: x (..., I), W (O, I) -> (..., O), all float32."""
     return _Linear.apply(x, weight)
 
 
@@ -70,6 +69,6 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = (grad @ weight).float()  # (..., I)
         if ctx.needs_input_grad[1]:
-            # All tokens of the batch, laid into one dimension N, are summed over: (O, N) (N, I) -> (O, I)
+            # Flattens all tokens of the batch into one dimension N: (O, N) @ (N, I) -> (O, I)
             grad_weight = (grad.reshape(-1, grad.size(-1)).t() @ x.reshape(-1, x.size(-1))).float()
         return grad_x, grad_weight

@@ -1,8 +1,8 @@
-"""The output layer and its cross-entropy in one, a few rows of logits at a time.
+"""Output layer and cross-entropy in one operator, in chunks of rows (as in Liger Kernel, arXiv:2410.10989).
 
-Logits are the largest thing a small GPT makes: vocab_size numbers a token. Made whole, they and their gradient go
-out to memory and back several times. In chunks they stay in the processor's cache, and each chunk's gradient is
-known as soon as its loss is: softmax minus the target (as in Liger Kernel, Hsu et al. 2024, arXiv:2410.10989).
+The logits are the largest tensor of a small GPT: vocab_size numbers per token. Computed at once, they and their
+gradient make several round trips to memory. In chunks they stay in the processor's cache, and the gradient of a chunk,
+softmax minus one-hot target, is computed together with its loss.
 """
 
 import torch
@@ -11,20 +11,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from model.kernels import onednn
-from model.kernels.bfloat16 import is_bf16_matmul
+from model.kernels.bfloat16 import bf16_matmul_enabled
 
-CHUNK_ROWS = 512  # of 256 to 1,536 the fastest, by little, on two cores at a vocabulary of 1,024
+CHUNK_ROWS = 512  # slightly faster than others from 256 to 1,536, on two cores with a vocabulary of 1,024
 
 
 def fused_linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats of the logits x W^T: F.cross_entropy(F.linear(x, weight), targets).
-
-    Not for half precision, whose sums over chunks would be rounded at every chunk.
+    """F.cross_entropy(F.linear(x, weight), targets), for float32: half precision would be rounded at every chunk.
 
     Args:
-        x: (N, C), what goes into the output layer.
+        x: (N, C), the input of the output layer.
         weight: (V, C).
-        targets: (N,) token ids, none of them to be ignored.
+        targets: (N,) token ids. There is no ignore_index.
     """
     return _LinearCrossEntropy.apply(x, weight, targets)
 
@@ -33,24 +31,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         nats, grad_x, grad_weight = x.new_zeros(()), torch.empty_like(x), torch.zeros_like(weight)
-        dtype = torch.bfloat16 if is_bf16_matmul() else x.dtype  # of what is multiplied; the rest is as x is
+        dtype = torch.bfloat16 if bf16_matmul_enabled() else x.dtype  # of the matrix products
         x, weight = x.to(dtype), weight.to(dtype)
-        through_onednn = dtype == torch.float32 and len(x) and onednn.onednn_is_faster()
-        product = onednn.raw_onednn_product if through_onednn else F.linear
-        for rows in range(0, len(x), CHUNK_ROWS):
-            here = slice(rows, rows + CHUNK_ROWS)
-            logits = product(x[here], weight).to(grad_x.dtype)  # (n, V)
-            at = targets[here, None]  # (n, 1)
-            picked, top = logits.gather(1, at), logits.amax(dim=1, keepdim=True)  # (n, 1) each
-            probabilities = logits.softmax(dim=1)  # (n, V)
-            # -log softmax at the target is top + log(sum(exp(logits - top))) - picked, and 1 over that sum is the
-            # largest probability. Unlike the target's own it is never 0.
-            nats += (top - probabilities.amax(dim=1, keepdim=True).log() - picked).sum()
-            # d loss / d logits is softmax - 1 at the target; the mean's 1 / N comes in `backward`.
-            grad = probabilities.scatter_add_(1, at, picked.new_full(picked.shape, -1.0)).to(dtype)  # (n, V)
-            grad_x[here] = product(grad, weight.t())  # (n, C)
-            with onednn.prefer_onednn():
-                grad_weight += grad.t() @ x[here]  # (V, C)
+        use_onednn = dtype == torch.float32 and len(x) and onednn.onednn_is_faster()
+        linear = onednn.onednn_linear_no_grad if use_onednn else F.linear
+        for start in range(0, len(x), CHUNK_ROWS):
+            chunk = slice(start, start + CHUNK_ROWS)
+            logits = linear(x[chunk], weight).to(grad_x.dtype)  # (n, V)
+            target = targets[chunk, None]  # (n, 1)
+            target_logit, max_logit = logits.gather(1, target), logits.amax(dim=1, keepdim=True)  # (n, 1) each
+            probs = logits.softmax(dim=1)  # (n, V)
+            # The loss is max_logit + log(sum(exp(logits - max_logit))) - target_logit, and the largest probability
+            # is 1 / sum(exp(logits - max_logit)). It is never 0, unlike the probability of the target.
+            nats += (max_logit - probs.amax(dim=1, keepdim=True).log() - target_logit).sum()
+            # d loss / d logits = softmax - one_hot(target); `backward` applies the mean's factor 1 / N.
+            grad = probs.scatter_add_(1, target, target_logit.new_full(target_logit.shape, -1.0)).to(dtype)  # (n, V)
+            grad_x[chunk] = linear(grad, weight.t())  # (n, C)
+            with onednn.use_onednn_for_matmul():
+                grad_weight += grad.t() @ x[chunk]  # (V, C)
         ctx.save_for_backward(grad_x, grad_weight)
         return nats / len(x)
 

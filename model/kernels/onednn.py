@@ -1,7 +1,7 @@
-"""Float32 products through oneDNN, where it is the faster of PyTorch's two matrix libraries.
+"""Float32 matrix products through oneDNN, on processors where it is the faster of PyTorch's two matrix libraries.
 
-PyTorch multiplies float32 matrices on x86 with MKL, which leaves AVX-512 unused on AMD's processors. oneDNN, which
-PyTorch carries too, uses it, to the same precision (measured by benchmarks/linear_speed.py and attention_speed.py).
+On x86, PyTorch multiplies float32 matrices with MKL, which does not use AVX-512 on AMD processors. oneDNN, which is
+part of PyTorch too, does, with the same precision (measured by benchmarks/linear_speed.py and attention_speed.py).
 """
 
 import platform
@@ -17,14 +17,14 @@ from model.kernels import enabled
 
 
 def has_onednn() -> bool:
-    """Whether this PyTorch carries oneDNN's product."""
+    """Whether this build of PyTorch has oneDNN's linear operator."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def onednn_is_faster() -> bool:
-    """Whether this machine is one where oneDNN multiplies float32 faster: an AMD processor with AVX-512.
+    """Whether to use oneDNN: on AMD processors with AVX-512.
 
-    A fact of the machine and not a measurement, so that every run on it rounds alike.
+    Decided by the processor's name and not by a measurement, so that every run on a machine rounds in the same way.
     """
     return _IS_FASTER
 
@@ -35,7 +35,7 @@ def _is_amd_with_avx512() -> bool:
     return "AuthenticAMD" in vendor and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
-_IS_FASTER = has_onednn() and _is_amd_with_avx512()  # found out here, since torch.compile cannot look into files
+_IS_FASTER = has_onednn() and _is_amd_with_avx512()  # at import, because torch.compile cannot trace reading a file
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -50,33 +50,33 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return raw_onednn_product(x, weight, bias)
+        return onednn_linear_no_grad(x, weight, bias)
 
     @staticmethod
-    @once_differentiable  # a second time would leave the raw product out, without a word
+    @once_differentiable  # a second derivative would silently omit the oneDNN product
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        grad_x = raw_onednn_product(grad, weight.t()) if ctx.needs_input_grad[0] else None  # (..., I)
+        grad_x = onednn_linear_no_grad(grad, weight.t()) if ctx.needs_input_grad[0] else None  # (..., I)
         grad_weight = _weight_gradient(grad, x) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, grad.reshape(-1, grad.size(-1)).sum(0) if ctx.needs_input_grad[2] else None
 
 
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """(..., O) and (..., I) -> (O, I). The raw product would first copy both, which lie the wrong way for it."""
-    with prefer_onednn():
-        # All tokens of the batch, laid into one dimension N, are summed over: (O, N) (N, I) -> (O, I)
+    """(..., O) and (..., I) -> (O, I). Not with `onednn_linear_no_grad`, which would first transpose and copy both."""
+    with use_onednn_for_matmul():
+        # Flattens all tokens of the batch into one dimension N: (O, N) @ (N, I) -> (O, I)
         return grad.reshape(-1, grad.size(-1)).t() @ x.reshape(-1, x.size(-1))
 
 
-# The same for torch.compile, which sends products to MKL unless it is told to leave them alone.
+# Custom operators for torch.compile, which would replace the products by MKL's if it could trace them.
 @library.custom_op("tiny_gpt::onednn_product", mutates_args=())
 def _compiled_product(x: Tensor, weight: Tensor) -> Tensor:
-    return raw_onednn_product(x, weight)
+    return onednn_linear_no_grad(x, weight)
 
 
 @library.custom_op("tiny_gpt::onednn_gradients", mutates_args=())
 def _compiled_gradients(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return raw_onednn_product(grad, weight.t()), _weight_gradient(grad, x)
+    return onednn_linear_no_grad(grad, weight.t()), _weight_gradient(grad, x)
 
 
 _compiled_product.register_fake(lambda x, weight: x.new_empty(*x.shape[:-1], len(weight)))
@@ -87,17 +87,17 @@ _compiled_product.register_autograd(
 )
 
 
-def raw_onednn_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a (..., K) times b^T, with b (M, K), plus bias (M,) -> (..., M). Not differentiable."""
-    return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+def onednn_linear_no_grad(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b, not differentiable: x (..., I), weight (O, I), bias (O,) -> (..., O)."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 @contextmanager
-def prefer_onednn() -> Iterator[None]:
-    """PyTorch's own products, outside nn.Linear, go to oneDNN where it is faster.
+def use_onednn_for_matmul() -> Iterator[None]:
+    """Context in which torch.matmul uses oneDNN, on processors where it is faster.
 
-    "medium" lets it round to bfloat16, but it has no such float32 kernel without AMX, which no AMD processor has:
-    tests/model/kernels/test_onednn.py holds the results to float32's precision.
+    The setting "medium" permits rounding to bfloat16. oneDNN does that only with AMX, which no AMD processor has, so
+    results keep float32 precision (checked by tests/model/kernels/test_onednn.py).
     """
     if not (enabled() and onednn_is_faster()):
         yield

@@ -1,4 +1,4 @@
-"""Rotary positions in three operators, where the formula on halves of a head takes eight and more in the backward."""
+"""Rotary position embeddings in three operators. The formula with two halves takes eight, and more in its backward."""
 
 import torch
 from torch import Tensor
@@ -6,22 +6,22 @@ from torch.autograd.function import once_differentiable
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates x (B, T, heads, D) by angles whose cosines and sines are (T, D/2)."""
-    return _RoPE.apply(x, *widen(cos.unsqueeze(-2), sin.unsqueeze(-2)))
+    """Rotates x (B, T, heads, D), with cos and sin (T, D/2)."""
+    return _RoPE.apply(x, *expand_rope_tables(cos.unsqueeze(-2), sin.unsqueeze(-2)))
 
 
-def widen(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Tables (..., D/2) for `rotate`, (..., D): each half has the same angles, and the sine's first is negative."""
+def expand_rope_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the tables for `rotate`: (..., D/2) -> (..., D), [cos, cos] and [-sin, sin]."""
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (..., D) by widened tables: x cos + x' sin, x' being x with its halves exchanged."""
+    """x cos + x' sin, where x' is x (..., D) with its halves swapped. cos and sin are from `expand_rope_tables`."""
     return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, dims=-1), sin)
 
 
 class _RoPE(torch.autograd.Function):
-    """The gradient of a rotation is the rotation back."""
+    """The gradient of a rotation is the inverse rotation."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ def test_what_would_take_too_much_memory_is_skipped_and_said_to_be(quick, monkey
 
 @pytest.mark.parametrize("flex", [True, False])
 def test_on_cuda_both_ways_of_a_window_are_compared_in_bfloat16_where_both_work(monkeypatch, flex):
-    monkeypatch.setattr(attention_speed, "flex_works", lambda device, dtype, head_dim: flex)
+    monkeypatch.setattr(attention_speed, "flex_attention_works", lambda device, dtype, head_dim: flex)
     c = attention_speed.comparison_on("cuda:0", 65_536)
     assert c.names == ("eager", "sdpa", "blocks") + flex * ("flex",)
     assert c.options("blocks", 8192)["dtype"] == torch.bfloat16 and c.options("blocks", 8192)["sequences"] == 8

@@ -21,13 +21,13 @@ from model.flops import (
     IMPLEMENTATIONS,
     attention_flops,
     attention_pairs,
-    crossing_by_flops,
+    crossover_length,
     forward_flops,
-    matrix_weights,
-    rest_flops,
-    saved_bytes,
+    matmul_parameters,
+    non_attention_flops,
+    saved_activation_bytes,
     score_matrix_bytes,
-    step_flops,
+    train_step_flops,
 )
 from model.gpt import GPT
 from system.errors import UserError
@@ -80,7 +80,7 @@ def test_training_step_operations_are_those_that_torch_counts(counted, shape):
     network, ids = eager(c), torch.randint(c.vocab_size, (SEQUENCES, T + 1))
     with FlopCounterMode(display=False) as counter:
         network.loss(ids[:, :-1], ids[:, 1:]).backward()
-    assert SEQUENCES * step_flops(c, T, "eager") == counter.get_total_flops()
+    assert SEQUENCES * train_step_flops(c, T, "eager") == counter.get_total_flops()
 
 
 def test_attention_operations_are_those_that_torch_counts():
@@ -96,8 +96,8 @@ def test_step_is_six_operations_a_weight_and_token_and_attention_beside_it(tied)
     c = config(d_model=128, vocab_size=1000, tied_embeddings=tied)
     N = GPT(c).num_parameters()
     looked_up = c.context_length * c.d_model + (0 if tied else c.vocab_size * c.d_model)  # embeddings: no product
-    rest = step_flops(c, T, "eager") - 3 * attention_flops(c, T, "eager")
-    assert rest == 6 * matrix_weights(c) * T
+    rest = train_step_flops(c, T, "eager") - 3 * attention_flops(c, T, "eager")
+    assert rest == 6 * matmul_parameters(c) * T
     assert rest == pytest.approx(6 * (N - looked_up) * T, rel=0.01)  # biases and norms are all that is left
     # PaLM's term beside 6 N: 12 L H Q T a token.
     assert 3 * attention_flops(c, T, "eager") == 12 * c.num_layers * c.num_heads * c.head_dim * T * T
@@ -115,9 +115,9 @@ def test_pairs_are_the_ones_of_the_mask(length, window):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_attention_and_rest_take_equal_operations_where_they_cross(implementation):
     c = config(d_model=32, vocab_size=300, sliding_window=400)
-    crossing = crossing_by_flops(c, implementation)
-    assert attention_flops(c, crossing - 1, implementation) < rest_flops(c, crossing - 1)
-    assert attention_flops(c, crossing, implementation) >= rest_flops(c, crossing)
+    crossing = crossover_length(c, implementation)
+    assert attention_flops(c, crossing - 1, implementation) < non_attention_flops(c, crossing - 1)
+    assert attention_flops(c, crossing, implementation) >= non_attention_flops(c, crossing)
 
 
 def test_a_pattern_of_layers_costs_what_its_layers_cost():
@@ -127,7 +127,7 @@ def test_a_pattern_of_layers_costs_what_its_layers_cost():
 
 
 def test_a_narrow_window_never_costs_as_much_as_the_rest():
-    assert crossing_by_flops(config(d_model=128, sliding_window=8), "sliding_window") is None
+    assert crossover_length(config(d_model=128, sliding_window=8), "sliding_window") is None
 
 
 # Memory
@@ -139,7 +139,7 @@ def test_measured_memory_of_the_score_matrix_agrees_with_the_formula_to_ten_perc
     MB = score_matrix_bytes(length, c.num_heads, sequences=sequences) / 2**20
     matrix = measure_memory("attention_pass", "cpu", 1, options | {"implementation": "eager"})
     sdpa = measure_memory("attention_pass", "cpu", 1, options | {"implementation": "sdpa"})
-    rest = saved_bytes(c, length, sequences) / 2**20 - MB  # K, V, output and mask
+    rest = saved_activation_bytes(c, length, sequences) / 2**20 - MB  # K, V, output and mask
     assert MB == 32
     assert matrix["kept"] - rest == pytest.approx(MB, rel=0.1)
     assert 3 * MB < matrix["peak"] < 3.6 * MB  # the weights, their gradient and that of the scores, at once

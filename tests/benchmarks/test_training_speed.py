@@ -9,7 +9,7 @@ from benchmarks import sampling, training_speed
 from benchmarks.training_speed import Case, hugging_face_step, our_step, products_of
 from configs.compose import compose
 from model.config import GPTConfig
-from model.flops import attention_flops, rest_flops
+from model.flops import attention_flops, non_attention_flops
 from system.errors import UserError
 from training.config import OptimizerConfig
 
@@ -28,7 +28,7 @@ def case(config):
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
 def test_products_have_the_operations_of_a_step_on_paper(config):
     linear, attention = products_of(case(config))
-    assert sum(p.flops for p in linear) == 3 * 3 * rest_flops(config, config.context_length)
+    assert sum(p.flops for p in linear) == 3 * 3 * non_attention_flops(config, config.context_length)
     assert sum(p.flops for p in attention) == 3 * 3 * attention_flops(config, config.context_length, "eager")
 
 

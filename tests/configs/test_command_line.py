@@ -359,7 +359,7 @@ def test_heads_that_are_offered_work(positions, d_model, heads):
 
 
 def test_odd_width_that_cannot_be_rotated_is_said_to_be_odd(refuse):
-    assert "d_model 9 is odd" in refuse("train", "model.d_model=9")
+    assert "even model.d_model, but it is 9" in refuse("train", "model.d_model=9")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from model.kernels.activation import FEW, gelu, squared_relu
+from model.kernels.activation import MIN_NUMEL, gelu, squared_relu
 
 
 def gelu_by_torch(x: torch.Tensor) -> torch.Tensor:
@@ -28,7 +28,7 @@ def test_squared_relu_and_its_gradient_are_those_written_out():
 
 
 def test_gelu_and_its_gradient_are_pytorchs_in_all_that_float64_can_tell():
-    x = torch.linspace(-12, 12, FEW + 1, dtype=torch.float64).requires_grad_()
+    x = torch.linspace(-12, 12, MIN_NUMEL + 1, dtype=torch.float64).requires_grad_()
     upstream = torch.randn_like(x)
     assert_close(gelu(x), gelu_by_torch(x), rtol=1e-12, atol=1e-14)
     assert_close(gelu(x.detach()), gelu_by_torch(x.detach()), rtol=1e-12, atol=1e-14)
@@ -37,7 +37,7 @@ def test_gelu_and_its_gradient_are_pytorchs_in_all_that_float64_can_tell():
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 30.0, 1e6, 1e12])
 def test_gelu_of_any_size_is_as_near_in_float32_as_pytorchs(scale):
-    x = (scale * torch.randn(FEW)).requires_grad_()
+    x = (scale * torch.randn(MIN_NUMEL)).requires_grad_()
     exact = x.detach().double().requires_grad_()
     assert_close(gelu(x).double(), gelu_by_torch(exact), rtol=2e-6, atol=3e-7)
     slope = gradient(gelu_by_torch, exact, torch.ones_like(exact))
@@ -45,14 +45,14 @@ def test_gelu_of_any_size_is_as_near_in_float32_as_pytorchs(scale):
 
 
 def test_few_numbers_get_the_same_gelu():
-    x = torch.randn(FEW)
-    assert_close(gelu(x[: FEW - 1]), gelu(x)[: FEW - 1], rtol=1e-5, atol=1e-6)
-    assert torch.equal(gelu(x[: FEW - 1]), gelu_by_torch(x[: FEW - 1]))
+    x = torch.randn(MIN_NUMEL)
+    assert_close(gelu(x[: MIN_NUMEL - 1]), gelu(x)[: MIN_NUMEL - 1], rtol=1e-5, atol=1e-6)
+    assert torch.equal(gelu(x[: MIN_NUMEL - 1]), gelu_by_torch(x[: MIN_NUMEL - 1]))
 
 
 @pytest.mark.parametrize("function", [squared_relu, gelu])
 def test_inputs_and_gradients_stay_as_they_are(function):
-    x, upstream = torch.randn(2, FEW).unbind()
+    x, upstream = torch.randn(2, MIN_NUMEL).unbind()
     before, upstream_before = x.clone(), upstream.clone()
     function(x)
     gradient(function, x.requires_grad_(), upstream)
@@ -61,7 +61,7 @@ def test_inputs_and_gradients_stay_as_they_are(function):
 
 @pytest.mark.parametrize("function", [squared_relu, gelu])
 def test_second_derivative_is_refused_and_not_wrong(function):
-    x = torch.randn(FEW, requires_grad=True)
+    x = torch.randn(MIN_NUMEL, requires_grad=True)
     (slope,) = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         slope.sum().backward()
@@ -69,7 +69,7 @@ def test_second_derivative_is_refused_and_not_wrong(function):
 
 @pytest.mark.parametrize("function", [squared_relu, gelu])
 def test_both_compile(function):
-    x = torch.randn(FEW, requires_grad=True)
+    x = torch.randn(MIN_NUMEL, requires_grad=True)
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     ones = torch.ones_like(x)
     assert_close(gradient(compiled, x, ones), gradient(function, x, ones), rtol=1e-5, atol=3e-6)

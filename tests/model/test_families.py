@@ -73,10 +73,10 @@ def llama(config: GPTConfig) -> nn.Module:
             vocab_size=config.vocab_size,
             max_position_embeddings=config.context_length,
             hidden_size=config.d_model,
-            intermediate_size=config.mlp_width,
+            intermediate_size=config.resolved_mlp_hidden,
             num_hidden_layers=config.num_layers,
             num_attention_heads=config.num_heads,
-            num_key_value_heads=config.kv_heads,
+            num_key_value_heads=config.resolved_num_kv_heads,
             attn_implementation="eager",
         )
     )
@@ -107,10 +107,10 @@ def nanochat(config: GPTConfig) -> nn.Module:
             vocab_size=config.vocab_size,
             max_position_embeddings=config.context_length,
             hidden_size=config.d_model,
-            intermediate_size=config.mlp_width,
+            intermediate_size=config.resolved_mlp_hidden,
             num_hidden_layers=config.num_layers,
             num_attention_heads=config.num_heads,
-            num_key_value_heads=config.kv_heads,
+            num_key_value_heads=config.resolved_num_kv_heads,
             pad_token_id=None,  # else that token's embedding would not learn
             attn_implementation="eager",
         )

@@ -97,7 +97,7 @@ def test_attention_maps_are_those_the_fast_path_used(name, num_kv_heads):
     for block in gpt.blocks:
         block.attention.register_forward_hook(lambda _, inputs, output: calls.append((inputs[0], output)))
     gpt(ids)
-    kv_rows = config.kv_heads * config.head_dim
+    kv_rows = config.resolved_num_kv_heads * config.head_dim
     for block, weights, (x, fused) in zip(gpt.blocks, maps, calls, strict=True):
         assert weights.shape == (2, config.num_heads, config.context_length, config.context_length)
         assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
@@ -105,8 +105,8 @@ def test_attention_maps_are_those_the_fast_path_used(name, num_kv_heads):
         assert (weights[..., 0, 0] == 1).all()
         proj = block.attention.in_proj
         value = F.linear(x, proj.weight[-kv_rows:], None if proj.bias is None else proj.bias[-kv_rows:])
-        value = value.unflatten(-1, (config.kv_heads, config.head_dim))  # (B, T, G, D)
-        value = value.repeat_interleave(config.num_heads // config.kv_heads, dim=2)  # (B, T, H, D)
+        value = value.unflatten(-1, (config.resolved_num_kv_heads, config.head_dim))  # (B, T, G, D)
+        value = value.repeat_interleave(config.num_heads // config.resolved_num_kv_heads, dim=2)  # (B, T, H, D)
         heads = torch.einsum("bhts,bshd->bthd", weights, value)
         assert_close(block.attention.out_proj(heads.flatten(2)), fused, atol=1e-5, rtol=1e-5)
 
@@ -129,7 +129,7 @@ def test_dropout_changes_training_only(name, share):
     config = dataclasses.replace(family(name, **TINY), bigram_dropout=0.0)
     plain, ids = network(config), random_ids(config)
     dropped = network(dataclasses.replace(config, **{share: 0.5}))
-    assert not config.drops and dropped.config.drops
+    assert not config.has_dropout and dropped.config.has_dropout
     assert torch.equal(dropped.eval()(ids), plain.train()(ids))
     assert not torch.allclose(dropped.train()(ids), plain(ids))
 
@@ -419,7 +419,7 @@ def test_pairs_of_a_real_text_share_rows_hardly_more_than_by_chance(kind, rows, 
         ({"rope_base": -1.0}, ["rope_base is -1.0", "positive"]),
         ({"logit_soft_cap": 0.0}, ["logit_soft_cap is 0.0", "positive"]),
         ({"logit_soft_cap": math.inf}, ["logit_soft_cap is inf", "positive"]),
-        ({"positions": "rope", "d_model": 12}, ["d_model 12", "num_heads 4", "= 3 is odd"]),
+        ({"positions": "rope", "d_model": 12}, ["d_model 12", "num_heads 4", "head_dim", "is 3"]),
     ],
     ids=lambda value: ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )

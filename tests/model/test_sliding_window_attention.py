@@ -268,9 +268,9 @@ def test_a_model_with_a_window_learns():
     [
         ({"sliding_window": 0}, r"model\.sliding_window is 0, but must be at least 1\."),
         ({"sliding_window": -5}, r"model\.sliding_window is -5, but must be at least 1\."),
-        ({"window_pattern": ""}, r"model\.window_pattern is '', but must be letters S \(short"),
-        ({"window_pattern": "SX"}, r"model\.window_pattern is 'SX', but must be letters S \(short"),
-        ({"window_pattern": "sl"}, r"model\.window_pattern is 'sl', but must be letters S \(short"),
+        ({"window_pattern": ""}, r"model\.window_pattern is '', but must consist of the letters S \(short"),
+        ({"window_pattern": "SX"}, r"model\.window_pattern is 'SX', but must consist of the letters S \(short"),
+        ({"window_pattern": "sl"}, r"model\.window_pattern is 'sl', but must consist of the letters S \(short"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_mend(fields, message):

@@ -13,7 +13,7 @@ import training.setup
 import training.trainer
 from model.config import GPTConfig
 from model.gpt import GPT
-from model.kernels.bfloat16 import BF16_MATMUL, bf16_matmul, is_bf16_matmul, matmul_precision
+from model.kernels.bfloat16 import BF16_MATMUL, bf16_matmul, bf16_matmul_enabled, matmul_precision
 from model.layers import Linear
 from system.errors import UserError
 from training.trainer import best_precision, build_trainer, resolve_trainer_options
@@ -171,6 +171,6 @@ def test_lightning_trains_in_it_and_validates_in_float32(precision, tmp_path, ca
 def test_only_its_own_name_switches_it_on():
     for precision in ("32-true", "bf16-mixed", "64-true"):
         with matmul_precision(precision):
-            assert not is_bf16_matmul()
+            assert not bf16_matmul_enabled()
     with matmul_precision(BF16_MATMUL):
-        assert is_bf16_matmul()
+        assert bf16_matmul_enabled()

@@ -15,10 +15,10 @@ from torch.testing import assert_close
 from model.kernels import flex_attention, sliding_window
 from model.kernels.flex_attention import (
     BLOCK,
-    band_blocks,
+    can_use_flex_attention,
+    flex_attention_works,
     flex_sliding_window_attention,
-    flex_works,
-    takes_flex_attention,
+    sliding_window_block_mask,
 )
 from tests.model.test_sliding_window_attention import HEADS, band, inputs
 
@@ -28,9 +28,9 @@ WINDOWS = [1, 2, 100, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 300, 4 * BLOCK
 @pytest.fixture(autouse=True)
 def forgotten():
     """Nothing found out about this machine goes from one test to the next."""
-    flex_works.cache_clear()
+    flex_attention_works.cache_clear()
     yield
-    flex_works.cache_clear()
+    flex_attention_works.cache_clear()
 
 
 def values(length: int, num_kv_heads: int = HEADS):
@@ -49,7 +49,7 @@ def test_result_is_that_of_full_attention_under_a_band_mask(window, num_kv_heads
 @pytest.mark.parametrize("window", WINDOWS)
 def test_blocks_are_those_that_torch_finds_in_the_whole_matrix(window):
     length = 5 * BLOCK
-    mine = band_blocks(length, window, torch.device("cpu"))
+    mine = sliding_window_block_mask(length, window, torch.device("cpu"))
     theirs = create_block_mask(mine.mask_mod, None, None, length, length, device="cpu")
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
@@ -60,16 +60,18 @@ def test_blocks_are_those_that_torch_finds_in_the_whole_matrix(window):
 
 
 def test_blocks_looked_into_grow_linearly_and_their_mask_is_the_band():
-    blocks = [band_blocks(n * BLOCK, 2 * BLOCK, torch.device("cpu")) for n in (8, 16, 32)]
+    blocks = [sliding_window_block_mask(n * BLOCK, 2 * BLOCK, torch.device("cpu")) for n in (8, 16, 32)]
     looked_into = [(b.kv_num_blocks.sum() + b.full_kv_num_blocks.sum()).item() for b in blocks]
     assert looked_into == [3 * n - 3 for n in (8, 16, 32)]  # three a block of queries, less at the start
     t = torch.arange(40)
-    assert torch.equal(band_blocks(BLOCK, 7, torch.device("cpu")).mask_mod(0, 0, t[:, None], t), band(40, 7))
+    assert torch.equal(
+        sliding_window_block_mask(BLOCK, 7, torch.device("cpu")).mask_mod(0, 0, t[:, None], t), band(40, 7)
+    )
 
 
 def test_blocks_made_in_a_validation_can_be_used_in_training():
     with torch.inference_mode():
-        assert not band_blocks(2 * BLOCK, 9, torch.device("cpu")).kv_indices.is_inference()
+        assert not sliding_window_block_mask(2 * BLOCK, 9, torch.device("cpu")).kv_indices.is_inference()
 
 
 def test_a_compiled_network_takes_it_in_whole():
@@ -92,9 +94,9 @@ def test_under_autocast_it_takes_mixed_inputs_and_rounds_as_sdpa_does():
 def test_where_it_does_not_work_one_warning_says_so(caplog):
     with caplog.at_level(logging.WARNING):
         for _ in range(3):  # a CPU has no backward pass: the trial fails as it does without Triton
-            assert not flex_works(torch.device("cpu"), torch.float32, 8)
+            assert not flex_attention_works(torch.device("cpu"), torch.float32, 8)
     assert [record.getMessage() for record in caplog.records] == [
-        "warning: flex attention does not work here (NotImplementedError); windows go through blocks instead."
+        "warning: FlexAttention does not work here (NotImplementedError); sliding window attention uses blocks instead."
     ]
 
 
@@ -109,10 +111,10 @@ def test_where_it_does_not_work_one_warning_says_so(caplog):
     ],
 )
 def test_it_is_taken_on_cuda_without_dropout_where_it_works(monkeypatch, is_cuda, length, dropout, works, taken):
-    monkeypatch.setattr(flex_attention, "flex_works", lambda *arguments: works)
+    monkeypatch.setattr(flex_attention, "flex_attention_works", lambda *arguments: works)
     shape = (2, HEADS, length, 16)
     q = SimpleNamespace(is_cuda=is_cuda, size=lambda n: shape[n], device="cuda", dtype=torch.float32)
-    assert takes_flex_attention(q, dropout) is taken
+    assert can_use_flex_attention(q, dropout) is taken
 
 
 @pytest.mark.parametrize("taken", [True, False])
@@ -124,7 +126,7 @@ def test_both_ways_of_a_window_give_the_same(monkeypatch, taken):
         calls.append(arguments)
         return flex_sliding_window_attention(*arguments)
 
-    monkeypatch.setattr(sliding_window, "takes_flex_attention", lambda q, dropout: taken)
+    monkeypatch.setattr(sliding_window, "can_use_flex_attention", lambda q, dropout: taken)
     monkeypatch.setattr(sliding_window, "flex_sliding_window_attention", count)
     expected = F.scaled_dot_product_attention(q, k, v, band(4 * BLOCK, 60), enable_gqa=True)
     assert_close(sliding_window.sliding_window_attention(q, k, v, 60), expected, atol=1e-5, rtol=1e-5)
@@ -138,7 +140,7 @@ def test_on_a_gpu_result_and_gradients_are_those_under_a_band_mask(num_kv_heads)
     for on_flex in (True, False):
         q, k, v = (torch.cat([x, x], -1).detach().cuda().requires_grad_() for x in inputs(4 * BLOCK, num_kv_heads)[:3])
         if on_flex:  # heads of 16: the kernel takes no smaller
-            assert takes_flex_attention(q, 0.0)
+            assert can_use_flex_attention(q, 0.0)
             output = sliding_window.sliding_window_attention(q, k, v, 200)
         else:
             output = F.scaled_dot_product_attention(q, k, v, band(4 * BLOCK, 200).cuda(), enable_gqa=True)

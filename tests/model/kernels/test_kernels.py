@@ -30,9 +30,9 @@ NETWORKS["long"] = family("gpt2", **SHAPE | {"context_length": 520})
 @pytest.fixture(autouse=True)
 def restored():
     """Kernels are on before and after each test."""
-    kernels.switch(True)
+    kernels.set_enabled(True)
     yield
-    kernels.switch(True)
+    kernels.set_enabled(True)
 
 
 @pytest.mark.parametrize("config", NETWORKS.values(), ids=NETWORKS)
@@ -44,7 +44,7 @@ def test_logits_loss_and_gradients_are_the_same_without_kernels(config):
     ids = torch.randint(config.vocab_size, (3, config.context_length + 1))
     found = []
     for on in (True, False):
-        kernels.switch(on)
+        kernels.set_enabled(on)
         loss = gpt.loss(ids[:, :-1], ids[:, 1:])
         gradients = torch.autograd.grad(loss, list(gpt.parameters()))
         found.append([gpt(ids[:, :-1]).detach(), loss.detach(), *gradients])
@@ -61,7 +61,7 @@ def test_switched_off_no_kernel_runs(monkeypatch):
     ids = torch.zeros(2, 80, dtype=torch.long)
     with pytest.raises(AssertionError, match="a kernel ran"):
         gpt.loss(ids, ids)
-    kernels.switch(False)
+    kernels.set_enabled(False)
     gpt.loss(ids, ids).backward()
 
 
@@ -72,7 +72,7 @@ def test_kernels_are_for_plain_float32_on_a_cpu_outside_of_compile_and_autocast(
     assert not kernels.enabled(torch.ones(2, device="meta"))
     with torch.autocast("cpu", torch.bfloat16):
         assert kernels.enabled() and not kernels.enabled(x)
-    kernels.switch(False)
+    kernels.set_enabled(False)
     assert not kernels.enabled() and not kernels.enabled(x)
 
 
@@ -80,7 +80,7 @@ def test_matrix_products_in_bfloat16_follow_the_switch():
     x, weight = torch.randn(3, 16), torch.randn(8, 16)
     with bf16_matmul():
         rounded = linear(x, weight)
-        kernels.switch(False)
+        kernels.set_enabled(False)
         assert torch.equal(linear(x, weight), nn.functional.linear(x, weight))
     assert not torch.equal(rounded, linear(x, weight))
 
@@ -94,7 +94,7 @@ def test_a_run_trains_with_kernels_off_by_the_environment(call, tiny, tmp_path):
 
 
 def test_asking_for_a_precision_that_is_a_kernel_is_refused_where_kernels_are_off(refuse, tiny):
-    kernels.switch(False)
+    kernels.set_enabled(False)
     error = refuse("train", *tiny, "trainer.max_steps=1", "trainer.precision=bf16-matmul")
     assert "kernels are off" in error and "32-true" in error
 

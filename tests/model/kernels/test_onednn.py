@@ -11,7 +11,7 @@ from model.attention import eager_attention, sdpa_attention
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.kernels.attention import MIN_LENGTH, short_attention
-from model.kernels.onednn import prefer_onednn
+from model.kernels.onednn import use_onednn_for_matmul
 from model.layers import Linear, linear
 from sampling.fast_copy import SMALL, SMALL_FROM_MEMORY, packed, small_matrix
 from training.muon import MuonAdamW, newton_schulz
@@ -108,13 +108,13 @@ def test_the_choice_is_a_fact_of_the_machine():
     assert Linear(4, 4).state_dict().keys() == torch.nn.Linear(4, 4).state_dict().keys()
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
 @pytest.mark.parametrize("masked", [True, False])
-def test_long_attention_and_its_gradients_keep_float32_precision(onednn, kv_heads, masked):
+def test_long_attention_and_its_gradients_keep_float32_precision(onednn, num_kv_heads, masked):
     torch.manual_seed(0)
     T = MIN_LENGTH
     q = torch.randn(1, 4, T, 16, requires_grad=True)
-    k, v = (torch.randn(1, kv_heads, T, 16, requires_grad=True) for _ in range(2))
+    k, v = (torch.randn(1, num_kv_heads, T, 16, requires_grad=True) for _ in range(2))
     causal = torch.ones(T, T, dtype=torch.bool).tril()
     ours = sdpa_attention(q, k, v, causal) if masked else sdpa_attention(q, k, v, causal=True)
     exact = eager_attention(q.double(), k.double(), v.double(), causal)[0].float()
@@ -165,7 +165,7 @@ def test_short_attention_drops_its_share_of_the_weights(onednn):
 def test_orthogonalising_keeps_float32_precision(onednn):
     torch.manual_seed(0)
     g = torch.randn(3, 96, 256)
-    with prefer_onednn():
+    with use_onednn_for_matmul():
         (ours,) = newton_schulz([g])
     torch.testing.assert_close(ours, newton_schulz([g.double()])[0].float(), atol=1e-5, rtol=1e-4)
 
@@ -175,7 +175,7 @@ def test_the_precision_setting_is_left_as_it_was(onednn):
     sdpa_attention(q, q, q, causal=True).sum().backward()
     assert torch.get_float32_matmul_precision() == "highest"
     assert torch.isfinite(q.grad).all()
-    with pytest.raises(ZeroDivisionError), prefer_onednn():
+    with pytest.raises(ZeroDivisionError), use_onednn_for_matmul():
         raise ZeroDivisionError
     assert torch.get_float32_matmul_precision() == "highest"
 
@@ -198,5 +198,5 @@ def test_muon_leaves_the_precision_setting_alone_on_other_devices(onednn, monkey
 
 def test_the_precision_setting_is_not_touched_on_other_machines(monkeypatch):
     monkeypatch.setattr(model.kernels.onednn, "onednn_is_faster", lambda: False)
-    with prefer_onednn():
+    with use_onednn_for_matmul():
         assert torch.get_float32_matmul_precision() == "highest"
