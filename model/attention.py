@@ -91,7 +91,7 @@ class MultiHeadAttention(nn.Module):
         if causal and mask is not None:
             raise ValueError("mask and causal=True cannot be combined")
         if window is not None and (window < 1 or not causal or key is not None):
-            raise ValueError(f"window is {window}; it must be at least 1, with causal=True and without key and value")
+            raise ValueError(f"window={window} is not supported: it needs causal self-attention and at least 1 token")
         q, k, v = self.project(query, key, value, rope)  # (B, H, T, D), (B, G, S, D), (B, G, S, D)
         if cache is not None:
             k, v = cache.update(k, v)  # now S > T unless the cache was empty
