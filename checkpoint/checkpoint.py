@@ -1,9 +1,9 @@
-"""What a checkpoint holds, and how a network comes back out of one.
+"""Checkpoint contents: saving metadata, loading and validating a network.
 
-A checkpoint is a dictionary of plain values and tensors: Lightning's own entries, and under the key
-`gpt` all it takes to write text: {"format", "model": GPTConfig's fields, "tokenizer": the merges, "step",
-"validation": {"nats_per_token", "bits_per_byte", "tokens"}}. How it lies on the disk, and why reading it runs no code,
-is in checkpoint/io.py; the other way to keep a network in checkpoint/safetensors_io.py.
+A checkpoint is a dictionary of plain values and tensors. It has Lightning's own entries and, under the key `gpt`,
+everything needed for sampling: {"format", "model": GPTConfig's fields, "tokenizer": the merges, "step",
+"validation": {"nats_per_token", "bits_per_byte", "tokens"}}. The file format, and why reading it runs no code, is in
+checkpoint/io.py. checkpoint/safetensors_io.py has the export format.
 """
 
 from dataclasses import asdict, dataclass
@@ -23,30 +23,27 @@ from system.checks import COUNT, Bounded, check, short_repr
 from system.errors import UserError
 from system.text import pluralize
 
-MAX_ROPE_NUMBERS = 1 << 25  # a million positions of 32: the one part that no weights bound
-FORMAT = 3  # of the `gpt` entry; raised when an older version of the project could not read it
-READABLE_FORMATS = (
-    1,
-    2,
-    FORMAT,
-)  # in 1 the weights of lm_head are called output; in 2 fields of GPTConfig have other names
-NETWORK_PREFIX = "network."  # GPTLightning keeps the GPT under this name
-MAX_TENSORS_PER_LAYER = 4  # at least: of attention and MLP two matrices each
-_FIGURE = Bounded(float, 0, 1e9, allow_nan=True)  # nan: before the first validation
-_ENTRY = {
-    "model": {str: object},  # GPTConfig checks each
-    "tokenizer": {str: object},  # and so does deserialize
+MAX_ROPE_NUMEL = 1 << 25  # a million positions x 32: the RoPE tables are the only tensors not limited by the file size
+FORMAT = 3  # of the `gpt` entry; increased whenever older versions of the project cannot read a checkpoint
+# Format 1 calls the weights of lm_head `output`; formats 1 and 2 have other names for some fields of GPTConfig.
+READABLE_FORMATS = (1, 2, FORMAT)
+NETWORK_PREFIX = "network."  # the attribute of GPTLightning that holds the GPT
+MIN_TENSORS_PER_LAYER = 4  # two matrices each in attention and MLP
+_METRIC = Bounded(float, 0, 1e9, allow_nan=True)  # NaN before the first validation
+_ENTRY_SPEC = {
+    "model": {str: object},  # validated by GPTConfig
+    "tokenizer": {str: object},  # validated by deserialize
     "step": COUNT,
-    "validation": {"nats_per_token": _FIGURE, "bits_per_byte": _FIGURE},
+    "validation": {"nats_per_token": _METRIC, "bits_per_byte": _METRIC},
 }
-# What building a network may raise from values that this version of the project did not write.
-_UNFIT = (UserError, AttributeError, KeyError, TypeError, ValueError, RuntimeError, OverflowError)
-NOT_IN_WEIGHTS = ("dropout", "bigram_dropout", "init")  # fields of GPTConfig that may differ for the same weights
+# Errors that building a network can raise for values that this version of the project did not write.
+_BUILD_ERRORS = (UserError, AttributeError, KeyError, TypeError, ValueError, RuntimeError, OverflowError)
+NON_WEIGHT_FIELDS = ("dropout", "bigram_dropout", "init")  # fields of GPTConfig that do not change what weights mean
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A trained network, ready to write."""
+    """A trained network with its tokenizer."""
 
     path: Path
     network: GPT
@@ -55,7 +52,7 @@ class Checkpoint:
     validation: dict[str, float]
 
     def describe(self) -> str:
-        """One line: what was loaded."""
+        """One line for the log: file, step, size and validation loss."""
         loss = self.validation
         return (
             f"{self.path}: step {self.step:,}, {self.network.num_parameters():,} parameters, "
@@ -65,15 +62,15 @@ class Checkpoint:
         )
 
     def export(self, path: Path) -> None:
-        """Writes the network and what it takes to sample from it as safetensors. Raises UserError."""
-        entry = checkpoint_metadata(self.network.config, self.tokenizer, self.step, self.validation)
-        write_safetensors(path, entry, self.network.state_dict())
+        """Writes a safetensors file with the network and everything needed for sampling. Raises UserError."""
+        metadata = checkpoint_metadata(self.network.config, self.tokenizer, self.step, self.validation)
+        write_safetensors(path, metadata, self.network.state_dict())
 
 
 def checkpoint_metadata(
     config: GPTConfig, tokenizer: tiktoken.Encoding, step: int, validation: dict[str, float]
 ) -> dict:
-    """The `gpt` entry of a checkpoint."""
+    """Returns the `gpt` entry of a checkpoint."""
     return {
         "format": FORMAT,
         "model": asdict(config),
@@ -84,7 +81,7 @@ def checkpoint_metadata(
 
 
 def record_validation(path: Path, validation: dict[str, float]) -> None:
-    """Replaces the validation figures in a checkpoint by those of the last one, unless that saw fewer tokens."""
+    """Replaces the validation metrics in a checkpoint, unless the new ones are over fewer tokens."""
     content = read_checkpoint(path)
     if validation["tokens"] < content["gpt"]["validation"].get("tokens", 0):
         return
@@ -92,88 +89,102 @@ def record_validation(path: Path, validation: dict[str, float]) -> None:
     write_checkpoint(content, path)
 
 
-def load_checkpoint(path: Path, device: str | torch.device = "cpu") -> Checkpoint:
-    """Builds the network and the tokenizer a checkpoint describes, and fills in its weights, strictly.
+def load_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> Checkpoint:
+    """Loads a trained network and its tokenizer.
+
+    Args:
+        path: a .ckpt or .safetensors file, or a run directory, which stands for its best checkpoint.
+        device: where to put the network.
 
     Raises:
-        UserError: no such file, not a checkpoint of this project or of this version, or weights that do not fit.
+        UserError: the file is missing, damaged, from an unsupported version, or its weights do not match its config.
     """
+    path = checkpoint_path(path)
     if path.suffix == SUFFIX:
         entry, weights = read_safetensors(path)
     else:
         content = read_checkpoint(path)
-        entry, weights = content["gpt"], network_weights(content)
+        entry, weights = content["gpt"], network_weights(content, path)
     config, tokenizer = check_entry(entry, weights, path)
     network = GPT(config)
     load_weights(network, weights, path)
     return Checkpoint(path, network.to(device).eval(), tokenizer, entry["step"], entry["validation"])
 
 
+def checkpoint_path(path: str | Path) -> Path:
+    """The checkpoint file that a path stands for: a file itself, or a run directory's best checkpoint."""
+    path = Path(path)
+    return path / "checkpoints" / "best.ckpt" if path.is_dir() else path
+
+
 def check_entry(
     entry: dict[str, Any], weights: dict[str, torch.Tensor], path: Path
 ) -> tuple[GPTConfig, tiktoken.Encoding]:
-    """The network and the tokenizer that a checkpoint describes, each value of the kind that is expected, and the
-    network no larger than its weights. Raises UserError."""
+    """Validates a checkpoint's `gpt` entry; returns its model config and tokenizer.
+
+    Raises UserError for an unsupported format, a value of the wrong type, or a network larger than the weights.
+    """
     check_format(entry, path)
     try:
-        check(entry, _ENTRY, "gpt")
+        check(entry, _ENTRY_SPEC, "gpt")
         config = GPTConfig(**_current_fields(entry))
         _check_size(config, weights)
         tokenizer = deserialize(entry["tokenizer"])
         if tokenizer.n_vocab != config.vocab_size:
-            raise ValueError(f"{tokenizer.n_vocab} tokens, but a network for {config.vocab_size}")
-    except _UNFIT as error:
-        raise _does_not_fit(path, error) from error
+            raise ValueError(f"tokenizer of {tokenizer.n_vocab} tokens, vocab_size {config.vocab_size}")
+    except _BUILD_ERRORS as error:
+        raise _incompatible(path, error) from error
     return config, tokenizer
 
 
 def _current_fields(entry: dict[str, Any]) -> dict[str, Any]:
-    """The fields of GPTConfig, where an earlier format has other names, and other letters for the window pattern."""
+    """Translates GPTConfig's fields from earlier formats, which have other names and other window pattern letters."""
     if entry.get("format", 1) == FORMAT:
         return entry["model"]
     fields = {RENAMED_FIELDS.get(name, name): value for name, value in entry["model"].items()}
-    if type(pattern := fields.get("window_pattern")) is str:  # L was a local layer, F a full one
+    if type(pattern := fields.get("window_pattern")) is str:  # L was a local layer and F a full one
         fields["window_pattern"] = pattern.translate(str.maketrans("LF", "SL"))
     return fields
 
 
 def load_weights(network: GPT, weights: dict[str, torch.Tensor], path: Path) -> None:
-    """Fills in the weights, strictly. Raises UserError where a name, a shape or a type is another."""
+    """Loads a state_dict, strictly. Raises UserError if a name, shape or dtype does not match."""
     try:
         for name, weight in weights.items():
             if not weight.is_floating_point():
-                raise TypeError(f"{name} has numbers of {weight.dtype}")
+                raise TypeError(f"{name} has dtype {weight.dtype}")
         network.load_state_dict(weights)
-    except _UNFIT as error:
-        raise _does_not_fit(path, error) from error
+    except _BUILD_ERRORS as error:
+        raise _incompatible(path, error) from error
 
 
-def _does_not_fit(path: Path, error: Exception) -> UserError:
+def _incompatible(path: Path, error: Exception) -> UserError:
     reason = " ".join(str(error).split())[:200]
-    return UserError(f"{path} does not fit this version of the project ({reason}). Train again, or use another.")
+    return UserError(
+        f"{path} does not fit this version of the project ({reason}). Train again, or use another checkpoint."
+    )
 
 
 def _check_size(config: GPTConfig, weights: dict[str, torch.Tensor]) -> None:
-    """Before a network takes memory: raises ValueError where its config asks for more than the weights there are."""
-    data = {tensor.untyped_storage().data_ptr(): tensor.numel() for tensor in weights.values()}  # tied ones once
-    there, needed = sum(data.values()), min_parameters(config)
-    if needed > there or config.context_length * config.head_dim > MAX_ROPE_NUMBERS:
-        raise ValueError(f"it describes a network of {needed:,} weights, but has {there:,}")
-    if config.num_layers * MAX_TENSORS_PER_LAYER > len(weights):
+    """Raises ValueError if the config describes a network larger than the weights, before memory is allocated."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.numel() for tensor in weights.values()}  # tied ones once
+    available, needed = sum(storages.values()), min_parameters(config)
+    if needed > available or config.context_length * config.head_dim > MAX_ROPE_NUMEL:
+        raise ValueError(f"it describes a network of {needed:,} weights, but has {available:,}")
+    if config.num_layers * MIN_TENSORS_PER_LAYER > len(weights):
         raise ValueError(f"it describes {pluralize(config.num_layers, 'layer')}, but has {len(weights):,} tensors")
 
 
-def network_weights(content: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The weights of the GPT in a checkpoint, by their names there."""
-    return {
-        name.removeprefix(NETWORK_PREFIX): tensor
-        for name, tensor in content["state_dict"].items()
-        if name.startswith(NETWORK_PREFIX)
-    }
+def network_weights(content: dict[str, Any], path: Path) -> dict[str, torch.Tensor]:
+    """Returns the GPT's state_dict from a checkpoint's content. Raises UserError for weights of anything else."""
+    weights = content["state_dict"]
+    if unknown := [name for name in weights if not name.startswith(NETWORK_PREFIX)]:
+        raise _incompatible(path, ValueError(f"unknown weight {short_repr(unknown[0])} in its state_dict"))
+    return {name.removeprefix(NETWORK_PREFIX): tensor for name, tensor in weights.items()}
 
 
 def check_format(entry: dict[str, Any], path: Path) -> None:
-    """Raises UserError for a checkpoint that a later version of the project wrote."""
+    """Raises UserError for a checkpoint from a later version of the project."""
     written = entry.get("format", 1)
     if type(written) is not int or written not in READABLE_FORMATS:
         raise UserError(
@@ -185,38 +196,40 @@ def check_format(entry: dict[str, Any], path: Path) -> None:
 def check_same_network(
     entry: dict[str, Any], saved: GPTConfig, config: GPTConfig, tokenizer: tiktoken.Encoding, path: Path
 ) -> None:
-    """Raises UserError where the weights of a checkpoint are not for this network, or not for these tokens.
+    """Raises UserError if a checkpoint's weights do not fit this model config, or if its tokenizer is another.
 
     Args:
-        saved: what `check_entry` made of the entry.
+        entry: the checkpoint's `gpt` entry.
+        saved: the model config from `check_entry`.
     """
     theirs, ours = asdict(saved), asdict(config)
-    differ = [
+    differences = [
         f"model.{name} is {short_repr(ours[name])}, in the checkpoint {short_repr(theirs[name])}"
         for name in ours
-        if name not in NOT_IN_WEIGHTS and ours[name] != theirs[name]
+        if name not in NON_WEIGHT_FIELDS and ours[name] != theirs[name]
     ]
-    if not differ and serialize(tokenizer) != entry["tokenizer"]:
-        differ = [f"tokenizer {tokenizer.name} has other tokens than the checkpoint's"]
-    if differ:
-        raise UserError(f"{path} is of another network: {'; '.join(differ)}. Give the same, or another checkpoint.")
+    if not differences and serialize(tokenizer) != entry["tokenizer"]:
+        differences = [f"tokenizer {tokenizer.name} has other tokens than the checkpoint's"]
+    if differences:
+        raise UserError(
+            f"{path} is of another network: {'; '.join(differences)}. Use the same values, or another checkpoint."
+        )
 
 
 def check_same_weights(path: Path, network: GPT, tokenizer: tiktoken.Encoding) -> None:
-    """Raises UserError for a checkpoint that is damaged, or not of such a network with these tokens."""
+    """Raises UserError if a checkpoint is damaged, or if its model config or tokenizer is another."""
     saved = load_checkpoint(path)
     if saved.network.config != network.config or serialize(saved.tokenizer) != serialize(tokenizer):
-        raise UserError(f"{path} is of another network, or has other tokens.")
+        raise UserError(f"{path} is of another network, or has another tokenizer.")
 
 
 def find_checkpoint(choice: str | None, runs_dir: str) -> Path:
-    """The checkpoint to use: a .ckpt or .safetensors file, a run directory's best, or the newest run's best.
+    """Returns the checkpoint to use: the given file or run directory's best, or the best of the newest run.
 
-    Raises UserError where there is none.
+    Raises UserError if there is no run.
     """
     if choice is not None:
-        path = Path(choice)
-        return path / "checkpoints" / "best.ckpt" if path.is_dir() else path
+        return checkpoint_path(choice)
     found = sorted(Path(runs_dir).glob("**/checkpoints/best.ckpt"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise UserError(f"There is no trained run below {runs_dir!r} yet. Train one with: python train.py")

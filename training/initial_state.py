@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 
 from checkpoint.checkpoint import (
     FORMAT,
-    NOT_IN_WEIGHTS,
+    NON_WEIGHT_FIELDS,
     check_entry,
     check_format,
     check_same_network,
@@ -68,7 +68,7 @@ class InitialState:
 
     def load_into(self, network: GPT) -> None:
         """Loads the weights into the network. Raises UserError for missing or unexpected weights."""
-        load_weights(network, network_weights(self.content), self.path)
+        load_weights(network, network_weights(self.content, self.path), self.path)
 
     def check_bounds(self, trainer: Trainer, config: RunConfig, batches_per_epoch: int, finished: bool) -> None:
         """Raises UserError if a bound of the run is already reached, so that nothing is left to train.
@@ -112,7 +112,7 @@ def load_initial_state(config: RunConfig) -> InitialState | None:
         content = read_checkpoint(path)
     else:
         return None
-    network, tokenizer = check_entry(content["gpt"], network_weights(content), path)
+    network, tokenizer = check_entry(content["gpt"], network_weights(content, path), path)
     initial_state = InitialState(path, content, network, tokenizer, is_resume=resumed is not None)
     if resumed:
         check_same_settings(initial_state.run.get("settings", {}), config)
@@ -123,7 +123,7 @@ def with_network_of(initial_state: InitialState, config: RunConfig) -> RunConfig
     """Returns the config with the network of the checkpoint. Raises UserError if the command line sets another."""
     differ, network = [], {}
     for name, value in asdict(initial_state.network).items():
-        if name == "vocab_size" or name in NOT_IN_WEIGHTS:
+        if name == "vocab_size" or name in NON_WEIGHT_FIELDS:
             continue
         ours = getattr(config.model, name)
         if config.overridden_keys & {"model", f"model.{name}", "experiment"} and ours != value:
@@ -162,7 +162,7 @@ def _suggest_fallback(damaged: Path) -> str:
             continue
         try:
             content = read_checkpoint(other)
-            check_entry(content["gpt"], network_weights(content), other)
+            check_entry(content["gpt"], network_weights(content, other), other)
         except UserError:
             continue
         step = content["gpt"]["step"]

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from checkpoint.checkpoint import NETWORK_PREFIX, network_weights
 from system.checks import COUNT, SECONDS, Bounded, Predicate, check
 from system.errors import UserError
 from training.callbacks.checkpoints import BestCheckpoint
@@ -91,7 +90,7 @@ def restorable_state(content: dict[str, Any], trainer: Trainer, optimizer: torch
     return {
         **{name: content[name] for name in ("epoch", "global_step", "pytorch-lightning_version")},
         "lr_schedulers": [],  # they follow from the progress of the run
-        "state_dict": {NETWORK_PREFIX + name: weight for name, weight in network_weights(content).items()},
+        "state_dict": content["state_dict"],
         "loops": {"fit_loop": fit_loop},
         "callbacks": {name: state for name, state in content["callbacks"].items() if name in ours},
         "optimizer_states": [optimizer_state],

@@ -19,7 +19,7 @@ import torch
 
 import train
 from checkpoint.checkpoint import load_checkpoint
-from checkpoint.io import SEAL_BYTES, read_checkpoint, write_checkpoint
+from checkpoint.io import FOOTER_BYTES, read_checkpoint, write_checkpoint
 from system.errors import UserError
 from tests.conftest import FOREGROUND, PROJECT
 from training.callbacks.checkpoints import LastCheckpoint
@@ -392,7 +392,7 @@ def small_checkpoint(tmp_path, tiny_run):
 def test_no_flipped_bit_gets_through(small_checkpoint):
     data, whole = small_checkpoint.read_bytes(), read_checkpoint(small_checkpoint)
     draw = random.Random(0)
-    seal = range(len(data) - SEAL_BYTES, len(data))
+    seal = range(len(data) - FOOTER_BYTES, len(data))
     refused = 0
     for position in {*draw.sample(range(len(data)), 600), *seal}:
         damaged = bytearray(data)
@@ -412,9 +412,9 @@ def test_no_flipped_bit_gets_through(small_checkpoint):
 
 def test_no_cut_gets_through(small_checkpoint):
     data, whole = small_checkpoint.read_bytes(), read_checkpoint(small_checkpoint)
-    for length in [*range(0, len(data) - SEAL_BYTES, 97), *range(len(data) - SEAL_BYTES - 70, len(data))]:
+    for length in [*range(0, len(data) - FOOTER_BYTES, 97), *range(len(data) - FOOTER_BYTES - 70, len(data))]:
         small_checkpoint.write_bytes(data[:length])
-        if length == len(data) - SEAL_BYTES:  # the seal gone as a whole: a file as torch.save writes it
+        if length == len(data) - FOOTER_BYTES:  # the seal gone as a whole: a file as torch.save writes it
             assert read_checkpoint(small_checkpoint)["gpt"] == whole["gpt"]
         else:
             with pytest.raises(UserError, match="damaged"):

@@ -464,5 +464,5 @@ def test_run_that_cannot_write_is_refused_by_name(refuse, text_file):
 
 
 def test_checkpoint_that_is_none_is_refused(text_file):
-    with pytest.raises(UserError, match="no checkpoint written by train.py"):
+    with pytest.raises(UserError, match="not a checkpoint written by train.py"):
         load_checkpoint(text_file)
