@@ -66,7 +66,7 @@ BAD = [
     (text("circle"), ["circle", "does not exist"]),
     (text("n" * 300), ["nnn", "characters", "name too long"]),
     (train("data.corpus=/dev/zero"), ["/dev/zero", "no regular file"]),
-    (train("data.corpus=~nobody_here/x.txt"), ["~nobody_here", "whole path"]),
+    (train("data.corpus=~nobody_here/x.txt"), ["~nobody_here", "full path"]),
     (train("data.corpus="), ["data.corpus is empty", "Give a path"]),
     (train("data.corpus=\udcff"), ["data.corpus", "not UTF-8", "rename"]),
     (train("data.val_fraction=1e-9"), ["9200 bytes", "validation split", "another fraction"]),

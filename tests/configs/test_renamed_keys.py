@@ -2,7 +2,7 @@
 
 import pytest
 
-from configs.cli import known_keys
+from configs.defaults import known_keys
 from training.config import RENAMED_KEYS
 
 
