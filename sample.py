@@ -34,8 +34,10 @@ def main(config: SampleConfig) -> None:
 
     with deferred_imports():
         from checkpoint.checkpoint import find_checkpoint, load_checkpoint
+        from model import kernels
         from sampling.text import score_text
 
+    kernels.set_enabled(config.kernels)
     device = pick_device(config.device)
     checkpoint = load_checkpoint(find_checkpoint(config.checkpoint, config.runs_dir), device)
     if config.export is not None:

@@ -23,6 +23,7 @@ from benchmarks.memory_of import measure_memory
 from benchmarks.workload import attention_pass, training_step
 from configs.entry_point import entry_point
 from configs.schema import ContextCostConfig
+from model import kernels
 from model.config import GPTConfig
 from model.flops import (
     IMPLEMENTATIONS,
@@ -133,6 +134,7 @@ def main(config: ContextCostConfig) -> None:
     optimizer_config = config.optimizer
     device = pick_device(config.device)
     torch.manual_seed(config.seed)
+    kernels.set_enabled(config.kernels)
     disable_malloc_trim()  # as train.py does
 
     c, threads = network_config, torch.get_num_threads()

@@ -31,6 +31,7 @@ from benchmarks.machine import machine
 from configs.compose import compose
 from configs.entry_point import entry_point
 from configs.schema import TrainingSpeedConfig
+from model import kernels
 from model.config import GPTConfig
 from model.flops import train_step_flops
 from model.gpt import GPT
@@ -234,6 +235,7 @@ def main(config: TrainingSpeedConfig) -> None:
     """Prints what was measured, beside what is promised, and one JSON line. Raises UserError."""
     check_transformers_installed()
     torch.manual_seed(0)
+    kernels.set_enabled(config.kernels)
     if config.keep_memory:
         disable_malloc_trim()
     print(f"vocabulary {config.vocab_size:,}; float32 on {pluralize(torch.get_num_threads(), 'thread')}; "

@@ -39,6 +39,7 @@ class ContextCostConfig:
     png: str | None
     logdir: str | None
     device: str
+    kernels: bool
     seed: int
 
 
@@ -57,6 +58,7 @@ class TrainingSpeedConfig:
 
     vocab_size: int
     compiled: bool
+    kernels: bool
     keep_memory: bool
 
 

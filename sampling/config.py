@@ -81,6 +81,7 @@ class SampleConfig(SamplingConfig):
     mode: str
     format: str
     device: str
+    kernels: bool
     runs_dir: str
 
     MODES = ("write", "interactive", "score")

@@ -25,6 +25,7 @@ from hydra.core.global_hydra import GlobalHydra
 import sample
 import train
 from configs.entry_point import entry_point
+from model import kernels
 from system.process import command_start
 from training import ranks
 from training.callbacks.graceful_stop import GracefulStop
@@ -296,6 +297,7 @@ def _sample() -> None:
 
 def _as_process(task: Callable[[], None], monkeypatch, capfd, runs: Path) -> Finished:
     """Runs the task as if in a process of its own: what it sets for all of a process is set back."""
+    kernels_on = kernels.enabled()
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     signals = {number: signal.getsignal(number) for number in GracefulStop.SIGNALS}
@@ -320,6 +322,7 @@ def _as_process(task: Callable[[], None], monkeypatch, capfd, runs: Path) -> Fin
         for number, handler in signals.items():
             signal.signal(number, handler)
         GlobalHydra.instance().clear()
+        kernels.set_enabled(kernels_on)
     output = capfd.readouterr()
     return Finished(code, output.out, output.err, time.perf_counter() - began, newest(runs))
 

@@ -98,6 +98,7 @@ class RunConfig:
     budget: Any
     """A time such as "5m", or "auto"; `training.budget.total_budget` reads it."""
     compile: str
+    kernels: bool
     num_validations: int
     runs_dir: str
     resume: str | None

@@ -229,9 +229,23 @@ def supervise(
 ) -> Iterator[None]:
     """Context of training: when one process of the run ends, all of them do, and one of them says why.
 
+    Calls `on_stop` if a signal stops the run.
+
     Raises:
         UserError, StoppedBySignal: the reason why another process ended.
     """
+    try:
+        with _supervise(trainer, graceful_stop, resume_command, on_stop):
+            yield
+    except StoppedBySignal:
+        on_stop()
+        raise
+
+
+@contextmanager
+def _supervise(
+    trainer: Trainer, graceful_stop: GracefulStop, resume_command: str, on_stop: Callable[[], None]
+) -> Iterator[None]:
     others = trainer.strategy.launcher
     if trainer.world_size == 1:
         yield

@@ -1,6 +1,7 @@
 """Builds a run from its config: network size, time, text, network, Trainer. train.py runs it."""
 
 import inspect
+import logging
 import math
 import time
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +16,7 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from model.kernels.bfloat16 import BF16_MATMUL
 from system.errors import UserError
+from system.files import relative
 from system.running_clock import running_seconds
 from training.budget import apply_recipe, full_validation_seconds, measured_speed, total_budget, training_time
 from training.budget_timer import BudgetTimer
@@ -24,7 +26,7 @@ from training.callbacks.metrics_logger import MetricsLogger
 from training.callbacks.profiler_report import ProfilerReport
 from training.callbacks.progress_bar import RunProgressBar
 from training.callbacks.validation_images import ValidationImages
-from training.checkpointing import AtomicCheckpointIO
+from training.checkpointing import AtomicCheckpointIO, remove_stale_checkpoints
 from training.compile import maybe_compile
 from training.config import OptimizerConfig, RunConfig
 from training.datamodule import TextDataModule
@@ -37,7 +39,10 @@ from training.progress import RunTimer
 from training.ranks import launcher
 from training.resume import fixed_settings
 from training.run_state import restorable_state
+from training.tensorboard import rewind_events
 from training.trainer import batch_limits, build_trainer, check_time_bounds, expected_device, resolve_trainer_options
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -165,6 +170,17 @@ def build_run_trainer(run: Run, run_dir: Path, graceful_stop: GracefulStop) -> T
     return trainer
 
 
+def rewind_run_dir(run: Run, run_dir: Path) -> None:
+    """Removes from the directory of a resumed run what was written after its checkpoint, and logs what is changed."""
+    step = run.initial_state.step if run.initial_state else 0
+    (run_dir / "summary.json").unlink(missing_ok=True)
+    rewind_events(run_dir, run.initial_state.step if run.initial_state else -1)
+    resumed = run.config.resumed
+    remove_stale_checkpoints(run_dir / "checkpoints", resumed.checkpoint, run.network, run.data.tokenizer)
+    changes = f"; changed: {', '.join(resumed.changes)}" if resumed.changes else ""
+    logger.info(f"resuming {relative(run_dir)} at step {step:,}{changes}")
+
+
 def make_trainer(
     run_dir: Path,
     options: dict[str, Any],
@@ -219,7 +235,7 @@ def hyperparameters(config: RunConfig, network: GPT) -> dict[str, float | str | 
     groups["model"] = asdict(network.config)
     types = {group: get_type_hints(kind) for group, kind in _DATACLASSES.items()}
     types["trainer"] = {name: key.annotation for name, key in inspect.signature(Trainer.__init__).parameters.items()}
-    row = {name: groups[name] for name in ("seed", "num_validations")}
+    row = {name: groups[name] for name in ("seed", "num_validations", "kernels")}
     row |= {name: str(groups[name]) for name in ("compile", "budget")}
     row["parameters"] = network.num_parameters()
     for group in types:

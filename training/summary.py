@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from checkpoint.checkpoint import Checkpoint, load_checkpoint
+from model import kernels
 from model.gpt import GPT
 from sampling.config import SamplingConfig
 from sampling.sampler import generate
@@ -32,7 +33,9 @@ logger = logging.getLogger(__name__)
 
 def log_start(run: Run, trainer: Trainer) -> None:
     """Logs what the budget has picked, the text, the network, and a warning if the text is too short."""
-    for line in (run.budget_summary, run.data.describe(), describe(run.network, trainer), short_text_warning(run)):
+    switched_off = "" if kernels.enabled() else "kernels are off: only plain PyTorch operators are used"
+    about = (run.data.describe(), describe(run.network, trainer), short_text_warning(run))
+    for line in (run.budget_summary, switched_off, *about):
         if line:
             logger.info(line)
 

@@ -1,7 +1,8 @@
 """Faster implementations of the model's operators, one file per operator.
 
-model/layers.py calls `enabled` before every use. With kernels disabled (environment variable `TINY_GPT_KERNELS=0`, or
-`set_enabled(False)`), the model is plain PyTorch and gives the same results up to rounding.
+model/layers.py calls `enabled` before every use. With kernels disabled (`kernels=off` on the command line,
+`TINY_GPT_KERNELS=0` in the environment, or `set_enabled(False)`), the model is plain PyTorch and gives the same results
+up to rounding.
 `python -m benchmarks.kernels` measures the benefit of each kernel.
 """
 

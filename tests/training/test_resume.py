@@ -218,7 +218,7 @@ def test_resume_true_goes_on_with_the_newest_unfinished_run(train_here, stopped_
     newer = stopped_after(2, "trainer.max_steps=6")
     finished = train_here("trainer.max_steps=2")
     resumed = train_here("resume=true", settings=())
-    assert resumed.returncode == 0 and f"going on with {newer.dir} at step 3" in resumed.stdout
+    assert resumed.returncode == 0 and f"resuming {newer.dir} at step 3" in resumed.stdout
     summary = newer.summary
     assert summary["steps"] == 6 and finished.summary["steps"] == 2
     train_here("resume=true", settings=())
@@ -325,7 +325,7 @@ def test_config_in_which_the_vocabulary_is_a_gap_resumes(train_here, received):
     assert "vocab_size: null" in path.read_text().partition("context_length")[0]
     path.write_text(path.read_text().replace("vocab_size: null", "vocab_size: ???", 1))
     resumed = train_here(f"resume={received}", "trainer.max_steps=42", settings=())
-    assert resumed.returncode == 0 and "going on with" in resumed.stdout, resumed
+    assert resumed.returncode == 0 and "resuming" in resumed.stdout, resumed
     assert "vocab_size: null" in path.read_text().partition("context_length")[0]
 
 

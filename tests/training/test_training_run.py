@@ -10,8 +10,10 @@ import pytest
 import tiktoken
 import torch
 import torch.nn.functional as F
+from omegaconf import OmegaConf
 
 from checkpoint.checkpoint import find_checkpoint, load_checkpoint
+from model import kernels
 from model.config import GPTConfig
 from model.gpt import GPT
 from system.errors import UserError
@@ -158,6 +160,29 @@ def test_same_seed_gives_the_same_losses_bit_for_bit(train_here, events, tiny_ru
     assert figures[0][-1] != figures[2][-1]
     if not (torch.cuda.is_available() or torch.backends.mps.is_available()):  # in another process too
         assert figures[0][-1] == tiny_run.summary["val_bits_per_byte"]
+
+
+@pytest.mark.parametrize("off", ["off", "false", "0"])
+def test_run_without_kernels_has_the_same_losses_and_says_once_that_they_are_off(train_here, monkeypatch, off):
+    steps = ("trainer.max_steps=3", "num_validations=1")
+    on = train_here(*steps, "trainer.precision=32-true", "kernels=on")
+    if off == "0":  # the environment sets the default
+        monkeypatch.setenv("TINY_GPT_KERNELS", off)
+        without = train_here(*steps)
+    else:
+        without = train_here(*steps, f"kernels={off}")
+    assert (on.stdout.count("kernels are off"), without.stdout.count("kernels are off")) == (0, 1)
+    assert " in 32-true\n" in without.stdout  # what precision=auto picks then
+    losses = [run.summary["val_nats_per_token"] for run in (on, without)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert [OmegaConf.load(run.path / "config.yaml").kernels for run in (on, without)] == [True, False]
+    assert kernels.enabled()  # what the run of a test sets is set back
+
+
+def test_sampling_without_kernels_gives_the_same_text(sample_here, tiny_run):
+    arguments = (f"checkpoint={tiny_run.dir}", "prompt=the king", "max_new_tokens=12", "temperature=0")
+    on, off = sample_here(*arguments, "kernels=on"), sample_here(*arguments, "kernels=off")
+    assert on.returncode == off.returncode == 0 and on.stdout == off.stdout
 
 
 def test_accumulated_batches_give_the_losses_of_one_large_batch(train_here, events):
