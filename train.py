@@ -127,7 +127,7 @@ def validate_best(run: Run, trainer: Trainer, run_dir: Path) -> None:
         return
     best, loader = best_or_last(run_dir / "checkpoints"), run.data.full_val_dataloader()
     trainer.validate(run.module, loader, ckpt_path=best, verbose=False)
-    if loader.cut:
+    if loader.truncated:
         tokens = run.module.validation["tokens"]
         logger.info(f"the final validation covers {tokens:,} tokens: the budget leaves no time for more")
     if trainer.is_global_zero:

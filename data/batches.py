@@ -1,18 +1,17 @@
-"""Token ids -> batches, as a function of (seed, step, rank) and of nothing else.
+"""Batches of token ids, determined by (seed, step, rank) alone.
 
-B batch_size, T context_length, N tokens in the split, W windows an epoch.
+B batch_size, T context_length, N tokens in the split, W windows per epoch.
 
     ids     t0 t1 t2 t3 t4 t5 t6 t7 t8 …
     window     [t1 t2 t3 t4 t5]              T + 1 ids: inputs are the first T, targets the last T
-                           [t5 t6 t7 t8 t9]  neighbours share one id, so no target occurs twice
+                           [t5 t6 t7 t8 t9]  adjacent windows share one id, so no target occurs twice
 
-Training goes through an epoch's W windows in random order; each epoch draws a new order and starts its
-windows at a new place (1 above), so the model meets its text in ever new cuts. Nothing is stored to resume:
-the trainer knows how many batches it has processed, and that says which comes next.
+Training visits the W windows of an epoch in random order. Each epoch draws a new order and a new offset of the first
+window (1 above), so the text is cut differently in every epoch. Resuming needs no stored state: the number of batches
+that the trainer has processed determines the next one.
 
-What the Trainer calls an epoch is W windows in whole optimizer steps: W / (B x ranks x accumulated batches) steps,
-rounded up. The last one goes on into the next order, so every step has equally many windows, however they are
-accumulated.
+An epoch of the Trainer is W windows, rounded up to whole optimizer steps of B x ranks x accumulated batches windows.
+Its last step continues with windows of the next order, so that every step has the same number of windows.
 """
 
 import math
@@ -24,12 +23,12 @@ import torch
 
 from system.errors import UserError
 
-IGNORE = -100  # target that torch's cross_entropy leaves out
+IGNORE_INDEX = -100  # the default ignore_index of F.cross_entropy
 
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """The Trainer's options about batches. A limit is a number of batches a rank (int), or a share (float) of them."""
+    """The Trainer's options for batches. A limit is a number of batches per rank (int), or a share of them (float)."""
 
     accumulate_grad_batches: int = 1
     limit_train_batches: int | float | None = None
@@ -37,24 +36,24 @@ class BatchLimits:
     limit_val_batches: int | float | None = None
 
     def apply(self, name: str, batches: int) -> int:
-        """How many of so many batches the limit leaves. Raises UserError if that is none."""
+        """Returns the number of batches under a limit. Raises UserError if it is 0."""
         limit = getattr(self, name)
         if limit is None:
             return batches
-        left = int(limit * batches) if isinstance(limit, float) else min(limit, batches)
-        if left < 1:
+        limited = int(limit * batches) if isinstance(limit, float) else min(limit, batches)
+        if limited < 1:
             raise UserError(
                 f"trainer.{name} is {limit}, which leaves none of {batches:,} batches. "
                 f"Use at least {math.ceil(100 / batches) / 100:g}, or a number of batches: trainer.{name}=1."
             )
-        return left
+        return limited
 
 
 NO_LIMITS = BatchLimits()
 
 
 class TrainBatches:
-    """Endless training batches by step number; iterating goes on to the end of the current epoch."""
+    """Training batches by step number. Iteration starts after `steps_done` batches and ends with their epoch."""
 
     def __init__(
         self,
@@ -67,18 +66,18 @@ class TrainBatches:
         steps_done: Callable[[], int] = lambda: 0,
         limits: BatchLimits = NO_LIMITS,
     ):
-        """`steps_done` tells how many batches this rank has trained on.
+        """`steps_done` returns the number of batches that this rank has trained on.
 
         Raises UserError if N < T + 1, or if the limits leave no batch.
         """
         if len(tokens) < context_length + 1:
-            mend = f"Use model.context_length ≤ {len(tokens) - 1} or a longer text."
+            fix = f"Use model.context_length ≤ {len(tokens) - 1} or a longer text."
             raise UserError(
                 f"context_length {context_length} needs at least {context_length + 1} tokens; "
-                f"the training split has {len(tokens)}. {mend if len(tokens) > 1 else 'Use a longer text.'}"
+                f"the training split has {len(tokens)}. {fix if len(tokens) > 1 else 'Use a longer text.'}"
             )
-        # Row i is ids i … i + T; a view, so it costs nothing. Plain ndarray: memmap's indexing is slow.
-        self.rows = np.lib.stride_tricks.sliding_window_view(tokens.view(np.ndarray), context_length + 1)
+        # Row i is ids i … i + T. A view of a plain ndarray, because indexing a memmap is slow.
+        self.windows = np.lib.stride_tricks.sliding_window_view(tokens.view(np.ndarray), context_length + 1)
         self.context_length = context_length
         self.batch_size = batch_size
         self.seed = seed
@@ -87,48 +86,45 @@ class TrainBatches:
         self.steps_done = steps_done
         self.windows_per_epoch = max(1, (len(tokens) - context_length) // context_length)
         batches = limits.apply("limit_train_batches", -(-self.windows_per_epoch // (batch_size * world_size)))
-        self.repeated = limits.apply("overfit_batches", batches) if limits.overfit_batches else None
+        self.overfit_batches = limits.apply("overfit_batches", batches) if limits.overfit_batches else None
         accumulated = limits.accumulate_grad_batches
-        self._batches_per_epoch = -(-(self.repeated or batches) // accumulated) * accumulated
+        self._batches_per_epoch = -(-(self.overfit_batches or batches) // accumulated) * accumulated
         self._epoch, self._starts = -1, np.empty(0)
 
     def batch(self, step: int) -> torch.Tensor:
-        """Batch of `step`, (B, T + 1) int64: with all ranks' it continues where those of `step - 1` ended.
-
-        With overfit_batches the first `repeated` ones come again and again.
-        """
-        step = step % self.repeated if self.repeated else step
+        """Returns the batch of a step, (B, T + 1) int64. With overfit_batches, the first batches repeat."""
+        step = step % self.overfit_batches if self.overfit_batches else step
         window = (step * self.world_size + self.rank) * self.batch_size
         starts = np.empty(self.batch_size, dtype=np.int64)
         filled = 0
-        while filled < self.batch_size:  # once, or more often where a batch straddles epochs
+        while filled < self.batch_size:  # more than one iteration if the batch spans epochs
             epoch, position = divmod(window + filled, self.windows_per_epoch)
-            some = self._epoch_starts(epoch)[position : position + self.batch_size - filled]
-            starts[filled : filled + len(some)] = some
-            filled += len(some)
-        return torch.from_numpy(self.rows[starts].astype(np.int64))  # (B, T + 1)
+            part = self._epoch_starts(epoch)[position : position + self.batch_size - filled]
+            starts[filled : filled + len(part)] = part
+            filled += len(part)
+        return torch.from_numpy(self.windows[starts].astype(np.int64))  # (B, T + 1)
 
     def _epoch_starts(self, epoch: int) -> np.ndarray:
-        """First id of each window, in this epoch's order, (W,)."""
+        """Returns the start of each window in the order of this epoch, (W,)."""
         if epoch != self._epoch:
             random = np.random.Generator(np.random.PCG64([self.seed, epoch]))
-            spare = len(self.rows) - 1 - (self.windows_per_epoch - 1) * self.context_length
-            phase = int(random.integers(min(self.context_length - 1, spare) + 1))
-            dtype = np.min_scalar_type(len(self.rows))  # 4 bytes a window, not 8, up to 4 billion tokens
-            starts = np.arange(self.windows_per_epoch, dtype=dtype) * self.context_length + phase
+            spare = len(self.windows) - 1 - (self.windows_per_epoch - 1) * self.context_length
+            offset = int(random.integers(min(self.context_length - 1, spare) + 1))
+            dtype = np.min_scalar_type(len(self.windows))  # 4 bytes per window up to 4 billion tokens
+            starts = np.arange(self.windows_per_epoch, dtype=dtype) * self.context_length + offset
             random.shuffle(starts)
             self._epoch, self._starts = epoch, starts
         return self._starts
 
     def __len__(self) -> int:
-        """Batches an epoch, for one rank."""
+        """Batches per epoch, for one rank."""
         return self._batches_per_epoch
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         step = self.steps_done()
         yield from map(self.batch, range(step, (step // len(self) + 1) * len(self)))
 
-    # Lightning warns that a loader without these two cannot resume. With `steps_done` this one can.
+    # Lightning warns about loaders without these methods. This one resumes from `steps_done`.
     def state_dict(self) -> dict:
         return {}
 
@@ -137,11 +133,10 @@ class TrainBatches:
 
 
 class ValBatches:
-    """Windows of the split side by side: each target at most once, and all N - 1 of them without a limit.
+    """Validation batches of adjacent windows, so that each target occurs once. There are N - 1 targets without a limit.
 
-    Only the first id is no target; the last window is padded. With several ranks, rank r takes every
-    world_size-th window from the r-th on, so some may get a batch more than others; one without any gets padding, since
-    Lightning wants a batch of each.
+    The last window is padded. Rank r takes every world_size-th window starting with window r, so some ranks may get
+    one batch more than others. A rank without windows gets one of padding, because Lightning expects a batch.
     """
 
     def __init__(
@@ -156,11 +151,11 @@ class ValBatches:
         limits: BatchLimits = NO_LIMITS,
         out_of_time: Callable[[], bool] | None = None,
     ):
-        """`limit_tokens` and `limits` keep fewer targets, in windows evenly spread over the split.
+        """`limit_tokens` and `limits` reduce the number of targets, with windows spread evenly over the split.
 
-        `out_of_time` is asked before each batch but the first: True leaves out the rest, and `cut` says so. What comes
-        before that is spread over the split too. `val_fraction` is only there to be named in the message. Raises
-        UserError if N < 2, or if the limits leave none.
+        `out_of_time` is called before each batch except the first. When it returns True, iteration ends and `truncated`
+        is set; the windows until then are spread over the split too. `val_fraction` is only used in an error message.
+        Raises UserError if N < 2, or if the limits leave no batch.
         """
         if len(tokens) < 2:
             raise UserError(
@@ -176,28 +171,28 @@ class ValBatches:
         windows_per_batch = batch_size * world_size  # of all ranks
         kept = min(kept, windows_per_batch * limits.apply("limit_val_batches", -(-kept // windows_per_batch)))
         self.num_predicted = min(self.num_targets, kept * context_length)  # targets, all ranks
-        spread = np.arange(kept) * num_windows // kept
-        self.windows = spread[rank::world_size] if rank < kept else np.array([num_windows])  # padding alone
+        windows = np.arange(kept) * num_windows // kept  # evenly spaced
+        self.windows = windows[rank::world_size] if rank < kept else np.array([num_windows])  # only padding
         if out_of_time:
             np.random.Generator(np.random.PCG64(0)).shuffle(self.windows)
         self.out_of_time = out_of_time
-        self.cut = False
+        self.truncated = False
 
     def __len__(self) -> int:
         return -(-len(self.windows) // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Inputs and targets, (B, T) int64 each; the last batch has fewer rows."""
-        self.cut = False
+        """Yields inputs and targets, (B, T) int64 each. The last batch may have fewer rows."""
+        self.truncated = False
         for first in range(0, len(self.windows), self.batch_size):
             if first and self.out_of_time and self.out_of_time():
-                self.cut = True
+                self.truncated = True
                 return
             windows = self.windows[first : first + self.batch_size]  # (B,)
-            at = windows[:, None] * self.context_length + np.arange(self.context_length)  # (B, T)
-            padding = at >= self.num_targets
-            at[padding] = 0
-            inputs = self.tokens[at].astype(np.int64)
-            targets = self.tokens[at + 1].astype(np.int64)
-            inputs[padding], targets[padding] = 0, IGNORE
+            index = windows[:, None] * self.context_length + np.arange(self.context_length)  # (B, T)
+            padding = index >= self.num_targets
+            index[padding] = 0
+            inputs = self.tokens[index].astype(np.int64)
+            targets = self.tokens[index + 1].astype(np.int64)
+            inputs[padding], targets[padding] = 0, IGNORE_INDEX
             yield torch.from_numpy(inputs), torch.from_numpy(targets)

@@ -1,8 +1,7 @@
-"""Files of the cache: whole or not there, checked before they are used, and never more than KEPT of them.
+"""Cache files: written atomically, verified before use, and limited to the MAX_FILES most recently used.
 
-A cache file is its content and then one line with the content's SHA-256. What is damaged, by a disk, an editor or
-another version of the project, is told from what is whole, and made again. Nothing in such a file is ever run or
-unpickled.
+A cache file ends with a line that has the SHA-256 of everything before it. A file that was damaged, edited, or written
+by another version of the project is recognized and created again. Nothing in a cache file is executed or unpickled.
 """
 
 import contextlib
@@ -17,15 +16,15 @@ from typing import BinaryIO
 from system.errors import UserError
 from system.files import atomic_write
 
-KEPT = 64  # files in a cache directory; of more, those not used for longest go
-STALE_SECONDS = 24 * 3600  # from then on a file that was never finished is nobody's
+MAX_FILES = 64  # in a cache directory; the least recently used ones are deleted
+STALE_SECONDS = 24 * 3600  # age after which an unfinished file is deleted
 CHUNK_BYTES = 1 << 20
-_OURS = re.compile(r"(?:tokens|bpe)-[0-9a-f]{16}\.(?:npy|txt)(\..*\.tmp)?")  # group 1: not finished
+_CACHE_NAME = re.compile(r"(?:tokens|bpe)-[0-9a-f]{16}\.(?:npy|txt)(\..*\.tmp)?")  # group 1: unfinished
 
 
 def is_cache_file(name: str) -> bool:
-    """Whether it is a name that we give to a cache file, finished or not."""
-    return _OURS.fullmatch(name) is not None
+    """Whether this is the name of one of our cache files, finished or not."""
+    return _CACHE_NAME.fullmatch(name) is not None
 
 
 def _last_line(digest: "hashlib._Hash") -> bytes:
@@ -36,14 +35,14 @@ LAST_LINE_BYTES = len(_last_line(hashlib.sha256()))
 
 
 class CorruptCache(Exception):
-    """A cache file is not what was written; args[0] says how that shows."""
+    """A cache file does not have the content that was written. The message says how this was detected."""
 
 
 @contextlib.contextmanager
 def atomic_cache_write(path: Path) -> Iterator[BinaryIO]:
-    """A file to write content into, which is then at `path` complete or not at all, also if two write it at once.
+    """Context manager that yields a file to write to. `path` then is complete or absent, even with several writers.
 
-    Raises UserError, naming the directory, if it cannot be written.
+    Raises UserError with the name of the directory if it cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,9 +59,9 @@ def atomic_cache_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def verified_size(path: Path) -> int:
-    """Bytes of content at the start of a cache file, once its last line is found to fit them.
+    """Verifies the checksum of a cache file; returns the size of its content, without the checksum line.
 
-    Raises FileNotFoundError where there is no file, CorruptCache where it is not what was written.
+    Raises FileNotFoundError if there is no file, CorruptCache if it does not have the content that was written.
     """
     with path.open("rb") as f:
         size = os.fstat(f.fileno()).st_size - LAST_LINE_BYTES
@@ -70,14 +69,14 @@ def verified_size(path: Path) -> int:
             raise CorruptCache("too short")
         digest = _digest(f, size)
         if f.read() != _last_line(digest):
-            raise CorruptCache("its checksum is another: changed, or of another version")
-    with contextlib.suppress(OSError):  # a cache that can only be read serves as well
-        os.utime(path)  # used now: the last to go
+            raise CorruptCache("its checksum does not match: changed, or of another version")
+    with contextlib.suppress(OSError):  # the cache may be read-only
+        os.utime(path)  # marks it as recently used
     return size
 
 
 def _digest(f: BinaryIO, size: int) -> "hashlib._Hash":
-    """Of the next `size` bytes; the file is then read up to there."""
+    """Hashes the next `size` bytes of a file."""
     digest = hashlib.sha256()
     while size > 0 and (chunk := f.read(min(size, CHUNK_BYTES))):
         digest.update(chunk)
@@ -86,15 +85,15 @@ def _digest(f: BinaryIO, size: int) -> "hashlib._Hash":
 
 
 def _evict_least_recently_used(new: Path) -> None:
-    """Deletes what is over KEPT and what was left unfinished. Files that are not ours stay, and so does `new`."""
+    """Deletes the least recently used cache files beyond MAX_FILES, except `new`, and stale unfinished ones."""
     finished, now = [], time.time()
     for path in new.parent.iterdir():
-        match = _OURS.fullmatch(path.name)
-        with contextlib.suppress(OSError):  # another run may delete it first; where it is in use, it may refuse
+        match = _CACHE_NAME.fullmatch(path.name)
+        with contextlib.suppress(OSError):  # another run may delete it first, or have it open on Windows
             if match and match[1] is None and path != new:
                 finished.append((path.stat().st_mtime, path))
             elif match and match[1] and now - path.stat().st_mtime > STALE_SECONDS:
                 path.unlink()
-    for _, path in sorted(finished)[: -(KEPT - 1)]:
+    for _, path in sorted(finished)[: -(MAX_FILES - 1)]:
         with contextlib.suppress(OSError):
             path.unlink()

@@ -1,4 +1,4 @@
-"""Every default of the data, once. Imports nothing slow, so that a mistake is refused at once."""
+"""Config of the data and the tokenizer, with all defaults. Imports nothing slow, so that errors appear at once."""
 
 import math
 from dataclasses import dataclass
@@ -13,30 +13,31 @@ MAX_BATCH_SIZE = 1 << 20
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which text, how it is split, and how much of it a batch holds."""
+    """The training text, how it is split, and the size of a batch."""
 
     corpus: str | None = None
-    """Text file, folder or glob of UTF-8 text; None is the embedded Shakespeare. Each real file counts once, whatever
-    links lead to it; run directories and caches of train.py are left out."""
+    """Text to train on: a UTF-8 file, a folder, or a glob. None: the embedded Shakespeare. Binary files, duplicates,
+    and the project's own run directories and cache files are skipped."""
     val_fraction: float = 0.1
-    """Share of the bytes, at the end of the text, that is kept from training."""
+    """Fraction of the text, at its end, that is held out for validation."""
     batch_size: int = 24
-    """Windows a batch on each device."""
+    """Number of sequences per batch, on each device."""
     val_tokens: int | None = 32_768
-    """Validations during training predict so many tokens, evenly spread over the split; None is all of them.
-    The final figure is over the whole split, as far as a budget allows."""
+    """Number of tokens to predict in each validation, spread evenly over the validation split. None: all of them.
+    The final validation uses the whole split, as far as the budget allows."""
     cache_dir: str | None = None
-    """Where learned merges and encoded text are kept, the 64 files used last; None is `.cache` in the project.
-    It can be deleted at any time."""
+    """Directory for learned tokenizers and tokenized text (the 64 most recently used files), which can be deleted at
+    any time. None: .cache in the project."""
 
     def __post_init__(self):
+        """Validates the fields. Raises UserError."""
         for name, default in (("corpus", "Shakespeare"), ("cache_dir", ".cache")):
             value = getattr(self, name)
             if not isinstance(value, str | None) or value == "":
                 raise UserError(f"data.{name} is {short_repr(value)}; it must be a path, or null for {default}.")
         fraction = self.val_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < 1:
-            raise UserError(f"data.val_fraction is {short_repr(fraction)}; it must lie between 0 and 1, e.g. 0.1.")
+            raise UserError(f"data.val_fraction is {short_repr(fraction)}; it must be between 0 and 1, such as 0.1.")
         check_at_least(1, "data.batch_size", self.batch_size, most=MAX_BATCH_SIZE)
         if self.val_tokens is not None:
             check_at_least(1, "data.val_tokens", self.val_tokens)
@@ -44,16 +45,17 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """How text becomes ids."""
+    """How text is converted to token ids."""
 
     kind: str = "bpe"
-    """A function of data/tokenizers/: "byte", "bpe", "tiktoken" ..."""
+    """Tokenizer, one of data/tokenizers/: "bpe" (learned from the training text), "byte", or "tiktoken"."""
     vocab_size: int | None = None
-    """Tokens that bpe aims for: 256 bytes and the merges. None: what a budget picks, or what suits the text."""
+    """Vocabulary size of bpe: 256 bytes plus the merges to learn. None: chosen by the budget, or by the text's size."""
     name: str = "gpt2"
-    """Which of tiktoken's own encodings kind "tiktoken" uses."""
+    """Name of the tiktoken encoding, for kind "tiktoken"."""
 
     def __post_init__(self):
+        """Validates the fields. Raises UserError."""
         check_fields(self, "tokenizer")
         if self.kind not in TOKENIZERS:
             raise UserError(f"tokenizer.kind is {short_repr(self.kind)}; it must be one of {', '.join(TOKENIZERS)}.")
@@ -67,7 +69,7 @@ class TokenizerConfig:
 
 
 def check_at_least(least: int, name: str, value: object, most: float = math.inf) -> None:
-    """Raises UserError unless the value is a whole number of at least `least`, and at most `most`."""
+    """Raises UserError unless the value is an integer from `least` to `most`."""
     if type(value) is not int or not least <= value <= most:
         bound = f" and at most {most:,}" if most < math.inf else ""
         raise UserError(f"{name} is {short_repr(value)}; it must be a whole number of at least {least}{bound}.")

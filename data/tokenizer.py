@@ -1,6 +1,7 @@
-"""Text <-> token ids. Every tokenizer is a `tiktoken.Encoding`; the files of data/tokenizers/ are ways to one.
+"""Text <-> token ids. Every tokenizer is a `tiktoken.Encoding`, built by one of data/tokenizers/.
 
-Any text encodes, in time linear in its length, and decodes to itself; special tokens' names are text.
+Any text can be encoded, in time linear in its length, and decodes to itself. Names of special tokens in it are encoded
+as ordinary text.
 """
 
 import base64
@@ -19,16 +20,16 @@ from data.tokenizers import TOKENIZERS
 from system.checks import Bounded, check
 from system.errors import UserError
 
-SEGMENT_CHARS = 4096  # one call of tiktoken gets no more: long runs of one character make it panic or crawl
-# Bounds of a saved tokenizer, which may be another person's; tiktoken's own have names of 11 characters, patterns of
-# 500 and tokens of 128 bytes.
+SEGMENT_CHARS = 4096  # characters per call of tiktoken: long runs of one character make it panic or very slow
+# Limits for a saved tokenizer, which may come from somebody else. tiktoken's own encodings have names of up to 11
+# characters, patterns of up to 500, and tokens of up to 128 bytes.
 MAX_NAME_CHARS, MAX_PATTERN_CHARS, MAX_TOKEN_BYTES, MAX_ID = 64, 10_000, 4096, (1 << 31) - 2
 
 
 def build_tokenizer(config: TokenizerConfig, train_split: Split, cache_dir: Path) -> tiktoken.Encoding:
-    """The encoding `config` asks for. What is learned from the text is kept in `cache_dir`.
+    """Builds the tokenizer of a config. What it learns from the text is cached in `cache_dir`.
 
-    Raises UserError for a name tiktoken does not have, or has neither in its cache nor from the network.
+    Raises UserError for an unknown tiktoken encoding, or one that is neither cached nor can be downloaded.
     """
     return TOKENIZERS[config.kind].build(config, train_split, Path(cache_dir) if cache_dir else None)
 
@@ -36,11 +37,11 @@ def build_tokenizer(config: TokenizerConfig, train_split: Split, cache_dir: Path
 def make_encoding(
     name: str, pattern: str, ranks: dict[bytes, int], special_tokens: dict[str, int] | None = None
 ) -> tiktoken.Encoding:
-    """An encoding that cuts text by a pattern and then joins bytes.
+    """Creates an encoding that splits text by a pattern and applies byte-pair merges within the pieces.
 
     Args:
-        pattern: regular expression; no token reaches beyond a match. Bound its repeats, so that no text is slow.
-        ranks: each token's bytes -> its id. Joining prefers low ids; each of the 256 bytes is a token.
+        pattern: regular expression for the pieces. Limit its repeats, so that no text is slow to match.
+        ranks: bytes of each token -> id. Merges with lower ids come first. Each of the 256 bytes must be a token.
     """
     return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens or {})
 
@@ -49,30 +50,32 @@ def make_encoding(
 
 
 def encode(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
-    """Ids of `text`, (n,) int64; n is 0 for the empty text."""
+    """Returns the token ids of `text`, (n,) int64."""
     return np.concatenate([np.empty(0, np.int64), *encode_chunks(encoding, [text])])
 
 
 def encode_chunks(encoding: tiktoken.Encoding, texts: Iterable[str]) -> Iterator[np.ndarray]:
-    """Ids of the joined `texts` as a row of int64 arrays, however the text was cut into pieces.
+    """Yields the token ids of the concatenated `texts` as int64 arrays, independently of how the text was chunked.
 
-    Raises UserError where the pattern, which then is none of ours, gives up.
+    Raises UserError if matching the pattern fails, which can only happen for a pattern from elsewhere.
     """
     for segment in segments(texts):
         try:
             ids = encoding.encode_ordinary(segment)
-        except BaseException as error:  # a panic in tiktoken's Rust is no Exception
+        except BaseException as error:  # a Rust panic in tiktoken is not an Exception
             if type(error).__name__ != "PanicException":
                 raise
-            raise UserError(f"The pattern of tokenizer {encoding.name} gives up on this text. Use another.") from None
+            raise UserError(
+                f"The pattern of tokenizer {encoding.name} fails on this text. Use another tokenizer."
+            ) from None
         yield np.array(ids, dtype=np.int64)
 
 
 def segments(texts: Iterable[str]) -> Iterator[str]:
-    """The joined `texts` cut anew, at most SEGMENT_CHARS at a time, where no tokenizer can tell.
+    """Yields the concatenated `texts` in segments of at most SEGMENT_CHARS characters.
 
-    Where white space follows a letter every known pattern cuts too, so the ids are those of the uncut text.
-    A run without such a place is cut at SEGMENT_CHARS.
+    Cuts between a letter and whitespace, where every known pattern cuts too, so the ids are those of the whole text.
+    A run without such a position is cut after SEGMENT_CHARS characters.
     """
     rest = ""
     for text in texts:
@@ -91,35 +94,35 @@ def segments(texts: Iterable[str]) -> Iterator[str]:
 
 
 class StreamingDetokenizer:
-    """Ids in, whole characters out: what it returns, joined, is `encoding.decode(ids, errors="replace")`."""
+    """Decodes ids one at a time into complete characters: all results joined are `encoding.decode(ids)`."""
 
     def __init__(self, encoding: tiktoken.Encoding):
         self.encoding = encoding
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        """Characters that this id completes; often one token's text, sometimes none."""
+        """Returns the characters that this id completes, if any."""
         return self.decoder.decode(_bytes_of(self.encoding, token_id))
 
     def flush(self) -> str:
-        """A character left incomplete at the end, as �."""
+        """Returns � if the last character is incomplete."""
         return self.decoder.decode(b"", final=True)
 
 
 def _bytes_of(encoding: tiktoken.Encoding, token_id: int) -> bytes:
     try:
         return encoding.decode_single_token_bytes(int(token_id))
-    except KeyError:  # some of tiktoken's own encodings leave gaps between their ids
+    except KeyError:  # some of tiktoken's encodings have unused ids
         return b""
 
 
-# What a token is
+# Properties of tokens
 
 
 def token_bytes(encoding: tiktoken.Encoding) -> np.ndarray:
-    """Length of each token in bytes, (n_vocab,) int32: what turns nats a token into bits a byte.
+    """Returns the length of each token in bytes, (n_vocab,) int32, to convert nats per token to bits per byte.
 
-    0 for special tokens and unused ids, which no text encodes to.
+    It is 0 for special tokens and unused ids, which never occur in encoded text.
     """
     lengths = np.zeros(encoding.n_vocab, dtype=np.int32)
     for token, rank in encoding._mergeable_ranks.items():
@@ -128,7 +131,7 @@ def token_bytes(encoding: tiktoken.Encoding) -> np.ndarray:
 
 
 def token_labels(encoding: tiktoken.Encoding, ids: Iterable[int], max_chars: int = 12) -> list[str]:
-    """One short printable name a token, for the axes of pictures: "↵And", "·the", "\\xe2\\x80"."""
+    """Returns a short printable label per token, for the axes of pictures: "↵And", "·the", "\\xe2\\x80"."""
     labels = []
     for token_id in ids:
         text = _bytes_of(encoding, token_id).decode("utf-8", errors="backslashreplace")
@@ -143,11 +146,11 @@ def _visible(char: str) -> str:
     return char if char.isprintable() else "".join(f"\\x{byte:02x}" for byte in char.encode())
 
 
-# Plain values, for checkpoints and caches
+# Serialization, for checkpoints and caches
 
 
 def serialize(encoding: tiktoken.Encoding) -> dict:
-    """The whole encoding as str, int and list: a checkpoint with it still loads with `weights_only=True`."""
+    """Converts an encoding to str, int and list values, which torch.load(weights_only=True) accepts."""
     return {
         "name": encoding.name,
         "pattern": encoding._pat_str,
@@ -157,14 +160,14 @@ def serialize(encoding: tiktoken.Encoding) -> dict:
 
 
 def deserialize(plain: dict) -> tiktoken.Encoding:
-    """The encoding `serialize` described. Raises UserError if the description is damaged."""
+    """Creates an encoding from the result of `serialize`. Raises UserError if it is damaged."""
     try:
         check(plain, {"name": str, "pattern": str, "merges": str, "special_tokens": [[object]]}, "tokenizer")
         name, pattern, ranks = plain["name"], plain["pattern"], parse_merges(plain["merges"])
         special_tokens = {token: token_id for token, token_id in plain["special_tokens"]}
         check(special_tokens, {str: Bounded(int, 0, MAX_ID)}, "special_tokens")
-        if not name.isprintable() or len(name) > MAX_NAME_CHARS:  # it is shown
-            raise ValueError(f"its name has control characters, or more than {MAX_NAME_CHARS}")
+        if not name.isprintable() or len(name) > MAX_NAME_CHARS:  # it is printed to the terminal
+            raise ValueError(f"its name has control characters, or more than {MAX_NAME_CHARS} characters")
         if len(pattern) > MAX_PATTERN_CHARS:
             raise ValueError(f"its pattern has more than {MAX_PATTERN_CHARS:,} characters")
         if not len(plain["special_tokens"]) == len(special_tokens) == len(set(special_tokens.values())):
@@ -179,19 +182,19 @@ def deserialize(plain: dict) -> tiktoken.Encoding:
 
 
 def fingerprint(encoding: tiktoken.Encoding) -> str:
-    """Equal for two encodings exactly if they turn every text into the same ids."""
+    """Returns a hash of everything that determines the ids of a text."""
     rules = f"{encoding._pat_str}\n{format_merges(encoding._mergeable_ranks)}"
     return hashlib.sha256(rules.encode()).hexdigest()
 
 
 def format_merges(ranks: dict[bytes, int]) -> str:
-    """tiktoken's own file format: a line with the token in base64 and its id, by id."""
+    """Formats merges as tiktoken's files do: one line per token with its base64 and its id, sorted by id."""
     by_rank = sorted(ranks.items(), key=lambda item: item[1])
     return "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in by_rank)
 
 
 def parse_merges(text: str) -> dict[bytes, int]:
-    """Raises ValueError for anything tiktoken would later panic at."""
+    """Inverse of `format_merges`. Raises ValueError for anything that would make tiktoken panic later."""
     lines = [line.split(" ", 2) for line in text.splitlines()]
     ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
     if not len(lines) == len(ranks) == len(set(ranks.values())):

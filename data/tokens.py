@@ -1,7 +1,7 @@
-"""A split's ids in a file: encoded once, then mapped into memory, whatever its size.
+"""Token ids of a split in a memory-mapped file, which is created once.
 
-The file is a plain `.npy` of little-endian uint16 or uint32, so `np.load` opens it anywhere; the line with its
-checksum that comes after the ids does not disturb it. Here it is not parsed: its header must be the one we write.
+The file is a `.npy` of little-endian uint16 or uint32, followed by the checksum line of data/cache.py, so `np.load` can
+open it. Here the header is not parsed but compared with the one that we write.
 """
 
 import hashlib
@@ -22,46 +22,46 @@ from system.errors import UserError
 logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 3.0
-CHUNK = 1 << 20  # ids looked at together
+CHUNK_IDS = 1 << 20  # ids that are checked at a time
 
 
 def load_tokens(split: Split, encoding: tiktoken.Encoding, cache_dir: Path) -> tuple[np.memmap, bool]:
-    """All ids of `split`, (num_tokens,), read-only, from a file in `cache_dir`; and whether that was there already.
+    """Returns the ids of `split`, (num_tokens,), as a read-only memory map, and whether its file already existed.
 
-    The file is named after the text and the tokenizer, so a change in either makes a new one. One that is
-    damaged is made again. Raises UserError if the directory cannot be written.
+    The name of the file is a hash of the text and the tokenizer. A damaged file is created again.
+    Raises UserError if the directory cannot be written.
     """
     path = token_path(split, encoding, cache_dir)
-    for attempt in range(3):  # a second time where another run takes the file away before it is opened
+    for attempt in range(3):  # again if another run deletes the file before it is opened
         if (tokens := _open(path, token_dtype(encoding), encoding.n_vocab)) is not None:
             return tokens, attempt == 0
         with atomic_cache_write(path) as f:
             _write(f, split, encoding)
     if (tokens := _open(path, token_dtype(encoding), encoding.n_vocab)) is None:
-        raise UserError(f"{path} is damaged as soon as it is written. Set data.cache_dir to another disk.")
+        raise UserError(f"{path} is damaged immediately after it was written. Set data.cache_dir to another disk.")
     return tokens, False
 
 
 def token_path(split: Split, encoding: tiktoken.Encoding, cache_dir: Path) -> Path:
-    """Where the ids of this text by this tokenizer are kept."""
+    """Returns the cache file for this text and tokenizer."""
     key = hashlib.sha256(f"1\n{split.sha256}\n{fingerprint(encoding)}".encode()).hexdigest()[:16]
     return Path(cache_dir) / f"tokens-{key}.npy"
 
 
 def token_dtype(encoding: tiktoken.Encoding) -> np.dtype:
-    """The narrowest of 16 and 32 bits that holds every id."""
+    """Returns uint16 if it holds every id, else uint32."""
     return np.dtype("<u2" if encoding.n_vocab <= 1 << 16 else "<u4")
 
 
 def _open(path: Path, dtype: np.dtype, n_vocab: int) -> np.memmap | None:
-    """The file's ids, or None unless they are those that were written."""
+    """Returns the ids in a file, or None if it is missing or damaged."""
     try:
         count, left_over = divmod(verified_size(path) - HEADER_BYTES, dtype.itemsize)
         with path.open("rb") as f:
             if count < 0 or left_over or f.read(HEADER_BYTES) != _header(dtype, count):
-                raise CorruptCache("its header is another")
-            for start in range(0, count, CHUNK):  # read, not mapped: mapped, all of it would count as memory taken
-                if np.fromfile(f, dtype, min(CHUNK, count - start)).max() >= n_vocab:
+                raise CorruptCache("its header does not match")
+            for start in range(0, count, CHUNK_IDS):  # not memory-mapped, so that it does not count as resident memory
+                if np.fromfile(f, dtype, min(CHUNK_IDS, count - start)).max() >= n_vocab:
                     raise CorruptCache("ids beyond the vocabulary")
         return np.memmap(path, dtype, mode="r", offset=HEADER_BYTES, shape=(count,))
     except FileNotFoundError:
@@ -91,7 +91,7 @@ def _write(f: BinaryIO, split: Split, encoding: tiktoken.Encoding) -> None:
 
 
 def _header(dtype: np.dtype, count: int) -> bytes:
-    # numpy pads the header for the longest count there can be, so the final one takes the first one's place.
+    # NumPy pads the header for the longest possible count, so the final header can overwrite the first one.
     f = io.BytesIO()
     np.lib.format.write_array_header_1_0(f, {"descr": dtype.str, "fortran_order": False, "shape": (count,)})
     return f.getvalue()

@@ -88,7 +88,7 @@ class TextDataModule(lightning.LightningDataModule):
         )
 
     def _describe_limits(self) -> str:
-        lines, repeated = "", self.train_dataloader().repeated
+        lines, repeated = "", self.train_dataloader().overfit_batches
         if repeated:
             batches = "batch" if repeated == 1 else f"{repeated} batches"
             lines += f"\neach epoch trains on the same {batches} (trainer.overfit_batches)"

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from checkpoint.checkpoint import checkpoint_metadata
-from data.batches import IGNORE
+from data.batches import IGNORE_INDEX
 from data.tokenizer import token_bytes
 from model.gpt import GPT
 from system.errors import UserError
@@ -102,11 +102,11 @@ class GPTLightning(LowOverheadModule):
         self.val_sums = torch.zeros(3, dtype=exact, device=self.device)  # nats, tokens, bytes
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Adds the loss of a batch of (B, T) inputs and targets to the sums; targets equal to IGNORE are left out."""
+        """Adds the loss of a batch of (B, T) inputs and targets to the sums; IGNORE_INDEX targets are ignored."""
         inputs, targets = batch
         logits = self.network(inputs).float()  # (B, T, vocab_size)
-        nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORE)
-        counts = targets != IGNORE  # (B, T)
+        nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
+        counts = targets != IGNORE_INDEX  # (B, T)
         num_bytes = (self.token_bytes[targets.clamp(min=0)] * counts).sum()
         self.val_sums += torch.stack([nats, counts.sum(), num_bytes]).to(self.val_sums.dtype)
 

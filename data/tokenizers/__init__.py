@@ -1,7 +1,7 @@
-"""The tokenizers by name, `tokenizer.kind=NAME`: one file each.
+"""Registry of tokenizers, one file each: `tokenizer.kind=NAME`.
 
-To add one: one file here and one in configs/tokenizer/ (docs/extending.md). Names are checked before the slow imports;
-so the files here import what they need inside their functions.
+To add one, write one file here and one in configs/tokenizer/ (see docs/extending.md). Names are validated before slow
+imports, so these files import what they need inside their functions.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ Build = Callable[["TokenizerConfig", "Split", Path], "tiktoken.Encoding"]
 
 @dataclass(frozen=True)
 class RegisteredTokenizer:
-    """What the rest of a run needs to know of a tokenizer."""
+    """A registered tokenizer."""
 
     build: Build
     learned: bool
-    """Whether it learns as many tokens as tokenizer.vocab_size says."""
+    """Whether it learns a vocabulary of tokenizer.vocab_size tokens from the training text."""
     vocab_size: int | None
-    """Its number of tokens, if that is always the same."""
+    """Number of tokens, if it is fixed."""
 
 
-TOKENIZERS: dict[str, RegisteredTokenizer] = {}  # by the value of tokenizer.kind
+TOKENIZERS: dict[str, RegisteredTokenizer] = {}  # tokenizer.kind -> tokenizer
 
 
 def tokenizer(learned: bool = False, vocab_size: int | None = None) -> Callable[[Build], Build]:
-    """Registers a function by its name. The arguments: RegisteredTokenizer.
+    """Registers a function under its name. For the arguments see RegisteredTokenizer.
 
-    It takes the config, the training split and the directory of the cache, and returns an encoding
-    (data/tokenizer.py, `make_encoding`), which checkpoints carry whole.
+    The function takes the config, the training split and the cache directory. It returns an encoding, made with
+    `make_encoding` of data/tokenizer.py, which is saved in checkpoints.
     """
 
     def register(build: Build) -> Build:

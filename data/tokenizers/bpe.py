@@ -1,4 +1,4 @@
-"""Byte-level byte-pair encoding (Sennrich et al. 2016, arXiv:1508.07909), learned from the training split alone."""
+"""Byte-level byte-pair encoding (Sennrich et al. 2016, arXiv:1508.07909), learned from the training split."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What a token can hold at most: one word with its apostrophe, led by a space or a new line ("↵And", "·o'er"),
-# up to three digits, punctuation with the line's end, or white space. Every repeat is bounded and nothing
-# looks ahead, so no text can make matching crawl. Of a dozen such patterns this one compressed verse best.
+# The pieces within which bytes are merged: a word with an optional leading space or newline and apostrophe ("↵And",
+# "·o'er"), up to three digits, punctuation with line ends, or whitespace. All repeats are bounded and there is no
+# lookahead, so matching takes linear time. Of a dozen such patterns, this one compressed verse best.
 PATTERN = (
     r"[ \n]?[\p{L}\p{M}]{1,32}(?:['’]\p{L}{1,4})?"
     r"| ?\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{M}\p{N}]{1,16}[\r\n]{0,8}"
     r"|\s{1,32}"
 )
-# Merges are learned from the start of the training split, at most this much of it. More changes few of them,
-# and of random letters, the worst case, even this much takes 7 s and 0.7 GB.
+# Merges are learned from at most this much of the training split. More text changes few of them, and for random
+# letters, the worst case, this much already takes 7 s and 0.7 GB.
 TRAINING_BYTES = 16 << 20
-# The default vocabulary is the largest power of two with so much text a token, within these bounds: 2,048 for the
-# embedded text, the best measured there (docs/EXPERIMENTS.md); for other lengths a guess.
-BYTES_OF_TEXT_A_TOKEN = 1500
+# The default vocabulary size is the largest power of two with this much text per token, within these bounds: 2,048 for
+# the embedded text, which measured best (docs/EXPERIMENTS.md), and an estimate for other lengths.
+TEXT_BYTES_PER_TOKEN = 1500
 DEFAULT_VOCAB_SIZES = 512, 16_384
 
 
 @tokenizer(learned=True)
 def bpe(config: TokenizerConfig, train_split: Split, cache_dir: Path) -> tiktoken.Encoding:
-    """256 bytes and the merges of the training split, which are remembered in `cache_dir`."""
+    """Learns merges from the training split, or loads them from `cache_dir`."""
     from data.tokenizer import make_encoding
 
     vocab_size = config.vocab_size or vocab_size_for(train_split.num_bytes)
@@ -47,9 +47,9 @@ def bpe(config: TokenizerConfig, train_split: Split, cache_dir: Path) -> tiktoke
 
 
 def vocab_size_for(num_bytes: int) -> int:
-    """The default vocabulary for a training split of so many bytes."""
-    least, most = DEFAULT_VOCAB_SIZES
-    return min(most, max(least, 1 << (num_bytes // BYTES_OF_TEXT_A_TOKEN).bit_length() >> 1))
+    """Returns the default vocabulary size for a training split of `num_bytes`."""
+    smallest, largest = DEFAULT_VOCAB_SIZES
+    return min(largest, max(smallest, 1 << (num_bytes // TEXT_BYTES_PER_TOKEN).bit_length() >> 1))
 
 
 def _cached_merges(vocab_size: int, split: Split, cache_dir: Path) -> dict[bytes, int]:
@@ -76,13 +76,13 @@ def _train_merges(vocab_size: int, split: Split) -> dict[bytes, int]:
 
     num_bytes = min(split.num_bytes, TRAINING_BYTES)
     logger.info("learning up to %d merges from %.1f MB of text", vocab_size - 256, num_bytes / 1e6)
-    logging.getLogger("rustbpe").setLevel(logging.WARNING)  # it reports every hundredth of its progress
+    logging.getLogger("rustbpe").setLevel(logging.WARNING)  # it logs every percent of its progress
     trainer = rustbpe.Tokenizer()
     texts = segments(_first_bytes(split.read(), TRAINING_BYTES))
     trainer.train_from_iterator(texts, vocab_size, buffer_size=1024, pattern=PATTERN)
     ranks: dict[bytes, int] = {}
     for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda item: item[1]):
-        ranks.setdefault(bytes(token), len(ranks))  # were two merges to spell one token, it is one token
+        ranks.setdefault(bytes(token), len(ranks))  # two merges may give the same token
     return ranks
 
 

@@ -1,4 +1,4 @@
-"""One token a byte."""
+"""Byte-level tokenizer: one token per byte."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATTERN = r"(?s:.{1,64})"
 
 @tokenizer(vocab_size=256)
 def byte(config: TokenizerConfig, train_split: Split, cache_dir: Path) -> tiktoken.Encoding:
-    """256 ids, one a byte. Looks at no text."""
+    """256 tokens, one per byte. Independent of the text."""
     from data.tokenizer import make_encoding
 
     return make_encoding("byte", PATTERN, {bytes([byte]): byte for byte in range(256)})

@@ -1,4 +1,4 @@
-"""tiktoken's own encodings, such as gpt2."""
+"""The encodings of tiktoken, such as gpt2."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ NETWORK_TIMEOUT_SECONDS = 3.0
 
 @tokenizer()
 def tiktoken(config: TokenizerConfig, train_split: Split, cache_dir: Path) -> Encoding:
-    """The encoding `tokenizer.name`.
+    """Loads the tiktoken encoding `tokenizer.name`.
 
-    Raises UserError for a name tiktoken does not have, or has neither in its cache nor from the network.
+    Raises UserError for an unknown name, or if the encoding is neither cached nor can be downloaded.
     """
     from tiktoken import get_encoding, list_encoding_names, load
 
     name, names = config.name, list_encoding_names()
     if name not in names:
         near = ", ".join(difflib.get_close_matches(str(name), names) or names)
-        raise UserError(f"tokenizer.name {name!r} is none of tiktoken's encodings. Use one like {near}.")
-    # tiktoken reads its cache, and calls this for what is not there; its own version waits without limit.
+        raise UserError(f"tokenizer.name {name!r} is not one of tiktoken's encodings. Use one of {near}.")
+    # tiktoken calls read_file for what is not in its cache. Its own function has no timeout.
     original, load.read_file = load.read_file, _download
     try:
         return get_encoding(name)
@@ -45,22 +45,22 @@ def tiktoken(config: TokenizerConfig, train_split: Split, cache_dir: Path) -> En
 
 
 def _download(url: str) -> bytes:
-    """Content of `url`, or OSError within NETWORK_TIMEOUT_SECONDS if nothing answers there."""
+    """Returns the content of `url`. Raises OSError within NETWORK_TIMEOUT_SECONDS if there is no response."""
     import requests
 
-    # Looking up a host's name has no timeout of its own, so it happens in a thread that may be left behind.
-    failed, over = [], threading.Event()
+    # A DNS lookup has no timeout, so the first request runs in a thread that may be abandoned.
+    errors, finished = [], threading.Event()
 
-    def knock():
+    def send_request():
         try:
             requests.head(url, timeout=NETWORK_TIMEOUT_SECONDS)
         except OSError as error:
-            failed.append(error)
+            errors.append(error)
         finally:
-            over.set()
+            finished.set()
 
-    threading.Thread(target=knock, daemon=True).start()
-    if not over.wait(NETWORK_TIMEOUT_SECONDS) or failed:
+    threading.Thread(target=send_request, daemon=True).start()
+    if not finished.wait(NETWORK_TIMEOUT_SECONDS) or errors:
         raise OSError("no network")
     response = requests.get(url, timeout=10 * NETWORK_TIMEOUT_SECONDS)
     response.raise_for_status()

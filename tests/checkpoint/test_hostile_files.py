@@ -319,7 +319,7 @@ def test_pattern_that_searches_for_ever_is_given_up(sample_here, tmp_path, good)
     endless = good["gpt"]["tokenizer"] | {"pattern": r"(?=(a+))\1*b|(x+x+)+y(?<!z)"}
     torch.save(good | {"gpt": good["gpt"] | {"tokenizer": endless}}, tmp_path / "bad.ckpt")
     finished = sample_here(f"checkpoint={tmp_path / 'bad.ckpt'}", "prompt=" + "x" * 4000)
-    assert finished.returncode == 2 and "gives up on this text" in finished.stderr.splitlines()[-1]
+    assert finished.returncode == 2 and "fails on this text" in finished.stderr.splitlines()[-1]
 
 
 def test_other_entries_of_a_checkpoint_are_never_looked_at(sample_here, canary, tmp_path, good):

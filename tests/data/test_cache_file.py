@@ -165,13 +165,13 @@ def name(number: int) -> str:
 
 def test_cache_keeps_the_files_used_last(tmp_path):
     now = time.time()
-    for number in range(cache_file.KEPT + 10):
+    for number in range(cache_file.MAX_FILES + 10):
         path = write(tmp_path / name(number))
         os.utime(path, (now - 1000 + number,) * 2)  # written one after the other
     verified_size(tmp_path / name(15))  # used
     write(tmp_path / name(1000))
     kept = {path.name for path in tmp_path.iterdir()}
-    assert len(kept) == cache_file.KEPT and {name(15), name(1000), name(cache_file.KEPT + 9)} < kept
+    assert len(kept) == cache_file.MAX_FILES and {name(15), name(1000), name(cache_file.MAX_FILES + 9)} < kept
     assert not kept & {name(number) for number in range(11)}
 
 
@@ -180,7 +180,7 @@ def test_files_of_others_stay_in_a_cache(tmp_path):
     for other in others:
         (tmp_path / other).write_text("mine")
         os.utime(tmp_path / other, (0, 0))
-    for number in range(cache_file.KEPT + 2):
+    for number in range(cache_file.MAX_FILES + 2):
         write(tmp_path / name(number))
     assert [other for other in others if not (tmp_path / other).exists()] == []
 

@@ -152,4 +152,4 @@ print(len(tokens), round(peak_mb() - before))
 
 
 def test_split_is_the_only_thing_hashed(split):
-    assert Split("renamed", split.parts).sha256 == split.sha256
+    assert Split("renamed", split.spans).sha256 == split.sha256

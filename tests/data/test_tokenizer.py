@@ -31,7 +31,7 @@ from data.tokenizer import (
     token_labels,
 )
 from data.tokenizers import TOKENIZERS, bpe, tiktoken_encodings
-from data.tokenizers.bpe import BYTES_OF_TEXT_A_TOKEN, DEFAULT_VOCAB_SIZES, vocab_size_for
+from data.tokenizers.bpe import TEXT_BYTES_PER_TOKEN, DEFAULT_VOCAB_SIZES, vocab_size_for
 from system.errors import UserError
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -336,13 +336,13 @@ def test_longer_text_never_gets_a_smaller_vocabulary(one, other):
 
 @given(st.integers(0, 1 << 40))
 @example(0)
-@example(DEFAULT_VOCAB_SIZES[1] * BYTES_OF_TEXT_A_TOKEN)
-@example(DEFAULT_VOCAB_SIZES[1] * BYTES_OF_TEXT_A_TOKEN - 1)
+@example(DEFAULT_VOCAB_SIZES[1] * TEXT_BYTES_PER_TOKEN)
+@example(DEFAULT_VOCAB_SIZES[1] * TEXT_BYTES_PER_TOKEN - 1)
 def test_default_vocabulary_is_the_largest_power_of_two_with_enough_text_a_token(num_bytes):
     size, (least, most) = vocab_size_for(num_bytes), DEFAULT_VOCAB_SIZES
     assert least <= size <= most and size.bit_count() == 1
-    assert size == least or size * BYTES_OF_TEXT_A_TOKEN <= num_bytes
-    assert size == most or 2 * size * BYTES_OF_TEXT_A_TOKEN > num_bytes
+    assert size == least or size * TEXT_BYTES_PER_TOKEN <= num_bytes
+    assert size == most or 2 * size * TEXT_BYTES_PER_TOKEN > num_bytes
 
 
 def test_bpe_without_a_vocabulary_given_learns_the_default_one(split, tmp_path):

@@ -64,7 +64,7 @@ class RunProgressBar(ProgressBar):
         """Logs one line with the validation loss."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking and trainer.is_global_zero:
             loss = module.validation
-            cut = f" (only {loss['tokens']:,} tokens: out of time)" if trainer.val_dataloaders.cut else ""
+            cut = f" (only {loss['tokens']:,} tokens: out of time)" if trainer.val_dataloaders.truncated else ""
             logger.info(
                 f"step {trainer.global_step:,}: validation {loss['nats_per_token']:.3f} nats per token, "
                 f"{loss['bits_per_byte']:.3f} bits per byte{cut}"
