@@ -31,7 +31,7 @@ from data.tokenizer import (
     token_labels,
 )
 from data.tokenizers import TOKENIZERS, bpe, tiktoken_encodings
-from data.tokenizers.bpe import TEXT_BYTES_PER_TOKEN, DEFAULT_VOCAB_SIZES, vocab_size_for
+from data.tokenizers.bpe import DEFAULT_VOCAB_SIZES, TEXT_BYTES_PER_TOKEN, vocab_size_for
 from system.errors import UserError
 
 PROJECT = Path(__file__).resolve().parents[2]
