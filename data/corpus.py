@@ -159,7 +159,7 @@ class Corpus:
                 )
 
     def describe_files(self) -> str:
-        """Returns the name or number of the files, and how many are empty or have CRLF line ends in their first 8 KiB."""
+        """Returns name or number of the files, and how many are empty or have CRLF line ends in their first 8 KiB."""
         try:
             crlf = sum(b"\r\n" in _start_of(file) for file in self.files)
         except OSError as error:
