@@ -160,7 +160,7 @@ def test_folder_and_archive_give_the_same_works_in_the_order_of_their_names(tmp_
 
 
 def test_missing_texts_are_counted_in_the_error(tmp_path):
-    with pytest.raises(ValueError, match="holds 0 texts .* expected 42"):
+    with pytest.raises(ValueError, match="has 0 texts .* expected 42"):
         read_works(tmp_path)
     with pytest.raises(ValueError, match="neither a folder nor a tar archive"):
         read_works(tmp_path / "absent.tar.gz")
