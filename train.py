@@ -82,7 +82,7 @@ def train(config: RunConfig, started_at: float, exit_on_signal: bool = True) -> 
         with lock_run_dir(run_dir), cleanup_on_error(run_dir, unless=has_progress):
             with explain_write_errors(run_dir, command, has_progress), explain_out_of_memory(run.config):
                 trainer = build_run_trainer(run, run_dir, graceful_stop)
-                initialize_run_dir(run, run_dir)
+                initialize_run_dir(run, run_dir, trainer)
                 with supervise(trainer, graceful_stop, command, partial(log_stopped, trainer, run_dir)):
                     fit(run, trainer)
                     validate_best(run, trainer, run_dir)
@@ -97,15 +97,17 @@ def check_before_slow_imports(config: RunConfig) -> None:
     Corpus(find_files(config.data.corpus), config.data.val_fraction)
 
 
-def initialize_run_dir(run: Run, run_dir: Path) -> None:
-    """Writes config.yaml, starts train.log, and returns a resumed run's directory to the state of its checkpoint."""
+def initialize_run_dir(run: Run, run_dir: Path, trainer: Trainer) -> None:
+    """Writes config.yaml, returns a resumed run's directory to the state of its checkpoint, and starts the logs."""
     from training.setup import rewind_run_dir
 
     if is_first():  # rank 0 of the processes
         save_config(run.config, run_dir)
     setup_logging(run_dir / "train.log", silent=not is_first())
     if is_first() and run.config.resumed:
-        rewind_run_dir(run, run_dir)
+        rewind_run_dir(run, run_dir, trainer)
+    for log in trainer.loggers if is_first() else ():
+        log.start()
 
 
 def fit(run: Run, trainer: Trainer) -> None:

@@ -82,6 +82,8 @@ def quote_literal(argument: str, config_name: str, is_sweep: bool = False) -> st
     if not key.strip("+~ "):
         raise UserError(f"{argument!r} is not a setting: {usage_hint(config_name)}")
     key = key.lstrip("+")
+    if argument == "logger=null":  # no logger; Hydra does not accept null for a group
+        return "logger=[]"
     if key in (*schema.GROUPS, "experiment") and re.fullmatch(r"null|true|false|[-+\d.e]+", value):
         raise UserError(f"{argument} does not exist. Choose from: {', '.join(choices(key))}.")
     if key in PATH_KEYS and value == "" and equals:

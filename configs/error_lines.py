@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from configs.defaults import CONFIG_DIR, default_config
+from configs.defaults import CONFIG_DIR, choices, default_config
 from configs.unknown_keys import explain_unknown_key
 from system.errors import UserError
 from system.interrupts import is_keyboard_interrupt
@@ -103,6 +103,8 @@ def format_hydra_error(error: Exception, config_name: str) -> str:
     if isinstance(error, MissingConfigException) and error.options:
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
         return f"{group}={name} does not exist. Choose from: {', '.join(error.options)}."
+    if match := re.search(r"Could not load '(\w+)/([^']+)'", text):  # one of several, as in logger=[csv,x]
+        return f"{match[1]}={match[2]} does not exist. Choose from: {', '.join(choices(match[1]))}."
     if isinstance(error, OverrideParseException):
         return f"{error.override!r} is not a setting: {usage_hint(config_name)}"
     if isinstance(error, ConfigCompositionException) and cause:

@@ -131,7 +131,11 @@ def _with_changes(
         if isinstance(config[key], DictConfig) and key in saved and not isinstance(value, DictConfig):
             raise UserError(f"{run_dir}/config.yaml has {key}: {_shown(value)}, but it must have keys of its own.")
     try:
-        merged = OmegaConf.merge(config, saved)
+        defaults = config.copy()
+        if "logger" in saved:  # the saved loggers replace the default one; other groups always have the same keys
+            OmegaConf.update(defaults, "logger", {}, merge=False)
+            OmegaConf.set_struct(defaults.logger, False)
+        merged = OmegaConf.merge(defaults, saved)
     except OmegaConfBaseException as error:
         reason = " ".join(str(error).split("\n")[0].split())[:200]
         key = str(error.full_key or "a key")[:100]
@@ -147,7 +151,7 @@ def _with_changes(
         old, new = OmegaConf.select(saved, key), OmegaConf.select(config, key)
         if old != new:
             (refused if is_fixed(key) else changes).append(f"{key} {_shown(old)} -> {_shown(new)}")
-            OmegaConf.update(merged, key, new)
+            OmegaConf.update(merged, key, new, merge=False)
     if refused:
         raise UserError(
             f"{run_dir} can't go on with {', '.join(refused)}: its weights and batches were made with the first value. "
@@ -165,9 +169,11 @@ def _changed_keys(config: DictConfig, overridden_keys: Collection[str]) -> list[
         node = OmegaConf.select(config, key)
         if key in _INVOCATION_KEYS or key.startswith("hydra"):
             continue
-        keys += [f"{key}.{name}" for name in node] if isinstance(node, DictConfig) else [key]
+        keys += [f"{key}.{name}" for name in node] if isinstance(node, DictConfig) and key != "logger" else [key]
     return keys
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, DictConfig):  # loggers
+        return f"[{','.join(map(str, value))}]"
     return "null" if value is None else value if isinstance(value, str) and len(value) < 80 else short_repr(value)

@@ -81,7 +81,7 @@ class QualityConfig:
 
 
 CONFIG_CLASSES = {"model": GPTConfig, "data": DataConfig, "tokenizer": TokenizerConfig, "optimizer": OptimizerConfig}
-GROUPS = (*CONFIG_CLASSES, "trainer")
+GROUPS = (*CONFIG_CLASSES, "trainer", "logger")
 ROOTS = {
     "train": RunConfig,
     "sample": SampleConfig,

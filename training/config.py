@@ -11,6 +11,7 @@ from data.tokenizers import TOKENIZERS
 from model.config import RENAMED_FIELDS, GPTConfig
 from system.checks import check_fields, short_repr
 from system.errors import UserError
+from training.loggers import check_loggers
 from training.optim import OPTIMIZERS
 
 
@@ -94,6 +95,8 @@ class RunConfig:
     optimizer: OptimizerConfig
     trainer: dict[str, Any]
     """Options of Lightning's Trainer, as plain values."""
+    logger: dict[str, dict[str, Any]]
+    """Names of loggers (training/loggers) -> their options."""
     seed: int
     budget: Any
     """A time such as "5m", or "auto"; `training.budget.total_budget` reads it."""
@@ -116,6 +119,7 @@ class RunConfig:
 
     def __post_init__(self):
         """Raises UserError for invalid values."""
+        check_loggers(self.logger)
         if not 0 <= self.seed < 2**32:
             raise UserError(f"seed is {self.seed}, but must be a whole number from 0 to {2**32 - 1}.")
         if self.model.vocab_size is not None:

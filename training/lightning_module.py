@@ -120,8 +120,8 @@ class GPTLightning(LowOverheadModule):
                 check_finite_weights(self)  # names the step, and keeps the weights out of a checkpoint
                 raise divergence_error("validation loss", nats / tokens, self.global_step, self.optimizer_config)
             values = {
-                "val/loss": self.validation["nats_per_token"],
-                "val/bits_per_byte": self.validation["bits_per_byte"],
+                "Loss/validation": self.validation["nats_per_token"],
+                "Loss/validation_bits_per_byte": self.validation["bits_per_byte"],
             }
             for logger in self.trainer.loggers:  # self.log would log the step before
                 logger.log_metrics(values, self.global_step)

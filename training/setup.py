@@ -28,18 +28,17 @@ from training.callbacks.progress_bar import RunProgressBar
 from training.callbacks.validation_images import ValidationImages
 from training.checkpointing import AtomicCheckpointIO, remove_stale_checkpoints
 from training.compile import maybe_compile
-from training.config import OptimizerConfig, RunConfig
+from training.config import OptimizerConfig, RunConfig, keys_of
 from training.datamodule import TextDataModule
 from training.initial_state import InitialState, with_network_of
 from training.lightning_module import GPTLightning
-from training.loggers import RunLogger
+from training.loggers import RunLogger, build_loggers
 from training.optim import build_optimizer
 from training.processes import ProcessLauncher
 from training.progress import RunTimer
 from training.ranks import launcher
 from training.resume import fixed_settings
 from training.run_state import restorable_state
-from training.tensorboard import rewind_events
 from training.trainer import batch_limits, build_trainer, check_time_bounds, expected_device, resolve_trainer_options
 
 logger = logging.getLogger(__name__)
@@ -137,7 +136,7 @@ def prepare_run(config: RunConfig, initial_state: InitialState | None, started_a
         "settings": fixed_settings(config),
     }
     module = GPTLightning(network, data.tokenizer, config.optimizer, config.seed)
-    metrics = MetricsLogger(hyperparameters(config, network))
+    metrics = MetricsLogger(hyperparameters(config, network), varied_keys(config))
     return Run(config, options, data, module, metrics, timer, initial_state, started_at, metadata, budget_summary)
 
 
@@ -153,7 +152,8 @@ def build_run_trainer(run: Run, run_dir: Path, graceful_stop: GracefulStop) -> T
         BestCheckpoint(checkpoints / "best.ckpt"),
         LastCheckpoint(checkpoints / "last.ckpt", run.metrics, run.metadata, run.started_at),
     ]
-    trainer = make_trainer(run_dir, run.options, run.config.num_validations, run.data, callbacks, run.timer)
+    loggers = build_loggers(run.config.logger, run_dir)
+    trainer = make_trainer(run_dir, run.options, run.config.num_validations, run.data, callbacks, run.timer, loggers)
     check_time_bounds(trainer, run.options)
     if run.initial_state and run.initial_state.is_resume:
         optimizer = build_optimizer(run.network, run.module.optimizer_config)
@@ -170,11 +170,12 @@ def build_run_trainer(run: Run, run_dir: Path, graceful_stop: GracefulStop) -> T
     return trainer
 
 
-def rewind_run_dir(run: Run, run_dir: Path) -> None:
+def rewind_run_dir(run: Run, run_dir: Path, trainer: Trainer) -> None:
     """Removes from the directory of a resumed run what was written after its checkpoint, and logs what is changed."""
     step = run.initial_state.step if run.initial_state else 0
     (run_dir / "summary.json").unlink(missing_ok=True)
-    rewind_events(run_dir, run.initial_state.step if run.initial_state else -1)
+    for log in trainer.loggers:
+        log.rewind(run.initial_state.step if run.initial_state else -1)
     resumed = run.config.resumed
     remove_stale_checkpoints(run_dir / "checkpoints", resumed.checkpoint, run.network, run.data.tokenizer)
     changes = f"; changed: {', '.join(resumed.changes)}" if resumed.changes else ""
@@ -188,15 +189,16 @@ def make_trainer(
     data: TextDataModule,
     callbacks: list[Callback],
     timer: RunTimer | None = None,
+    loggers: list[RunLogger] | None = None,
 ) -> Trainer:
-    """Builds the Trainer of a run or of a benchmark; it logs into `run_dir`."""
+    """Builds the Trainer of a run or of a benchmark. `loggers`: None for TensorBoard."""
     data.trainer = build_trainer(
         options,
         num_validations,
         callbacks,
         timer,
         default_root_dir=run_dir,
-        logger=RunLogger(run_dir),
+        logger=build_loggers({"tensorboard": {}}, run_dir) if loggers is None else loggers,
         plugins=[AtomicCheckpointIO()],
         num_sanity_val_steps=0,
         enable_model_summary=False,
@@ -223,6 +225,14 @@ def time_with_other_budget(before: dict[str, Any], budget: timedelta) -> float:
             f"Use more than {math.ceil(least)}s."
         )
     return seconds
+
+
+def varied_keys(config: RunConfig) -> frozenset[str]:
+    """The hyperparameters that are swept over or, in a single run, set on the command line."""
+    settings = config.sweep_job.settings.split(",") if config.sweep_job else config.overrides
+    keys = keys_of(settings) & config.overridden_keys
+    groups = {f"{group}." for group in keys & set(_DATACLASSES)}  # such as model, in a sweep over model=gpt2,llama
+    return keys | {key for key in config.explicit_keys if key.startswith(tuple(groups))}
 
 
 def hyperparameters(config: RunConfig, network: GPT) -> dict[str, float | str | None]:

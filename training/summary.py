@@ -23,7 +23,7 @@ from system.text import pluralize
 from system.version import VERSION
 from training.callbacks.checkpoints import saved_step
 from training.final_metrics import compute_final_metrics
-from training.run_dir import resume_command, tensorboard_command
+from training.run_dir import resume_command
 from training.setup import Run
 
 PARAMETERS_PER_TOKEN = 1000  # of training text; with more, the network memorizes the text
@@ -86,12 +86,16 @@ def summarize(run: Run, trainer: Trainer, run_dir: Path) -> None:
     start = best.tokenizer.encode_ordinary("\n")
     text = best.tokenizer.decode(list(generate(best.network, start, SamplingConfig(max_new_tokens=150))))
     final = compute_final_metrics(best, run.metrics)
-    trainer.logger.log_final(final, trainer.global_step, best.network.config.context_length)
+    for log in trainer.loggers:
+        log.log_metrics({f"final/{name}": value for name, value in final.items()}, trainer.global_step)
+        log.save()
+        log.close()
     summary = {**final, **run_statistics(run, trainer, best, run_dir)}
     with atomic_write(run_dir / "summary.json", run_dir / "summary.tmp") as file:  # marks the run as finished
         file.write((json.dumps(summary, indent=2) + "\n").encode())
     (run_dir / "checkpoints" / "previous.ckpt").unlink(missing_ok=True)
-    logger.info(final_report(summary, text, run_dir, best.network.config.vocab_size))
+    hints = [log.view_hint() for log in trainer.loggers]
+    logger.info(final_report(summary, text, run_dir, best.network.config.vocab_size, hints))
 
 
 def run_statistics(run: Run, trainer: Trainer, best: Checkpoint, run_dir: Path) -> dict[str, Any]:
@@ -115,7 +119,7 @@ def run_statistics(run: Run, trainer: Trainer, best: Checkpoint, run_dir: Path) 
     }
 
 
-def final_report(summary: dict[str, Any], text: str, run_dir: Path, vocab_size: int) -> str:
+def final_report(summary: dict[str, Any], text: str, run_dir: Path, vocab_size: int, hints: list[str]) -> str:
     """The last lines of a run: results, a sample from the best checkpoint, and commands to try next."""
     checkpoint = shlex.quote(str(relative(run_dir)))
     lines = [line for line in text.split("\n") if line.strip()]
@@ -130,7 +134,7 @@ def final_report(summary: dict[str, Any], text: str, run_dir: Path, vocab_size: 
         f"run directory: {relative(run_dir)}\n\n"
         + "\n".join(f"    {line}" for line in lines[:5])
         + f"\n\ngenerate more text:      {python_command()} sample.py checkpoint={checkpoint} prompt='To be, or not'\n"
-        f"curves and attention:    {tensorboard_command(run_dir.parent)}"
+        + "\n".join(hint for hint in hints if hint)
     )
 
 

@@ -19,7 +19,7 @@ _NO_LOOP = "A run only trains and validates. Use trainer.limit_val_batches."
 REJECTED = {
     "check_val_every_n_epoch": "Use num_validations=5, or trainer.val_check_interval=100 for every 100 batches.",
     "fast_dev_run": "Use trainer.max_steps=1 for a short run.",
-    "logger": "A run always writes TensorBoard events.",
+    "logger": "Use logger=csv or logger=[tensorboard,csv], without trainer.",
     "callbacks": "Add them in training/setup.py.",
     "plugins": "They are Python objects; add them in training/setup.py.",
     "default_root_dir": "Use runs_dir=DIRECTORY.",

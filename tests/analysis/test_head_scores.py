@@ -103,11 +103,11 @@ def test_scores_of_a_network_are_finite_and_shares(context_length):
 
 def test_every_validation_writes_one_picture_and_the_strongest_head_of_each_score(tiny_run, events):
     written = events(tiny_run.path)
-    scalars = [tag for tag in written.Tags()["scalars"] if tag.startswith("heads/")]
+    scalars = [tag for tag in written.Tags()["scalars"] if tag.startswith("attention/")]
     names = ("distance_max", "entropy_min", "first_max", "induction_max", "previous_max")
-    assert sorted(scalars) == [f"heads/{name}" for name in names]
-    steps = [event.step for event in written.Scalars("val/loss")]
+    assert sorted(scalars) == [f"attention/{name}" for name in names]
+    steps = [event.step for event in written.Scalars("Loss/validation")]
     for tag in scalars:
         assert [event.step for event in written.Scalars(tag)] == steps
-    for tag in ("heads", "attention"):
+    for tag in ("attention/heads", "attention/maps"):
         assert [event.step for event in written.Images(tag)] == steps

@@ -44,7 +44,7 @@ def test_tensorboard_of_a_run_on_markup_shows_what_it_writes_as_text(browser, bo
         "model.context_length=32",
     )
     assert finished.returncode == 0, finished
-    (written,) = events(finished.path).Tensors("writing/text_summary")
+    (written,) = events(finished.path).Tensors("sample/text_summary")
     source = written.tensor_proto.string_val[0].decode()
     assert "script>" in source and "canary" in source  # so there is something to escape
     assert all(line.startswith("    ") for line in source.splitlines())

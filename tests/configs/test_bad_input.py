@@ -107,7 +107,7 @@ BAD = [
     (train("model.num_kv_heads=3"), ["num_heads 2", "num_kv_heads 3", "1, 2"]),
     (train("model.positions=rope", "model.num_heads=32"), ["head_dim", "odd", "even"]),
     (train("model.vocab_size=5"), ["model.vocab_size", "tokenizer.vocab_size"]),
-    (train("budget=60s"), ["budget=60s", "trainer.max_steps=1", "Leave one out"]),
+    (train("budget=60s"), ["budget=60s", "trainer.max_steps=1", "Use one of them"]),
     (train("model=null"), ["model=null", "configs/model/"]),
     (train("model=5"), ["model=5", "configs/model/"]),
     (train("model=gpt5"), ["model=gpt5", "gpt2, llama, nanochat, tiny"]),

@@ -362,7 +362,7 @@ def test_runs_of_a_budget_start_as_those_of_as_many_steps(train_here, unsized, e
     counted = train_here(
         *keys, *(f"{key}={value}" for key, value in picked.items()), "trainer.max_steps=20", settings=unsized
     )
-    timed, counted = (events(run.path).Scalars("train/loss")[:5] for run in (timed, counted))
+    timed, counted = (events(run.path).Scalars("Loss/train")[:5] for run in (timed, counted))
     assert [(point.step, point.value) for point in timed] == [(point.step, point.value) for point in counted]
 
 
@@ -412,7 +412,7 @@ def test_budget_is_kept_whatever_else_the_machine_does(on_a_machine, events, loa
     summary = finished.summary
     assert 0.9 * 60 <= summary["seconds"] <= 1.1 * 60
     assert summary["steps"] > 5
-    rates = [event.value for event in events(finished.path).Scalars("lr/muon")]
+    rates = [event.value for event in events(finished.path).Scalars("Optimizer/lr_muon")]
     assert rates[-1] < 0.21 * max(rates)  # of 10 steps, the last is taken at a tenth of the run from its end
     falling = rates[rates.index(max(rates)) :]
     assert all(earlier >= later for earlier, later in zip(falling, falling[1:], strict=False))
@@ -426,7 +426,7 @@ def test_idle_machine_validates_on_the_whole_split_just_within_the_budget(on_a_m
     finished = on_a_machine(LOADS["idle"])
     assert 59 < finished.summary["seconds"] <= 60.3  # the last batch is padded: it costs a token more
     assert finished.summary["val_tokens"] == finished.summary["val_tokens_in_split"]
-    steps = [event.step for event in events(finished.path).Scalars("val/loss")]
+    steps = [event.step for event in events(finished.path).Scalars("Loss/validation")]
     apart = np.diff([0, *steps])
     assert len(steps) == 4 and max(apart) - min(apart) < 0.1 * steps[-1]
 
@@ -456,7 +456,7 @@ def test_validations_that_would_eat_the_budget_are_fewer_and_said_to_be(on_a_mac
     clock.pictures = 6.0
     finished = on_a_machine(LOADS["idle"], "budget=60s", "num_validations=8")
     assert 54 <= finished.summary["seconds"] <= 66
-    assert len(events(finished.path).Scalars("val/loss")) < 6
+    assert len(events(finished.path).Scalars("Loss/validation")) < 6
     assert re.search(r"validations are at least 1\d s apart, because one takes 6\.\d s", finished.stdout)
 
 
@@ -464,4 +464,4 @@ def test_pictures_are_left_out_where_there_is_no_time_for_them(on_a_machine, eve
     finished = on_a_machine(lambda now: 1.0 if now < 55 else 30.0)
     step = finished.summary["steps"]
     assert f"no pictures at step {step:,}" in finished.stdout
-    assert events(finished.path).Images("attention")[-1].step < step
+    assert events(finished.path).Images("attention/maps")[-1].step < step

@@ -221,10 +221,10 @@ def test_kill_while_a_checkpoint_is_written_leaves_one_that_is_whole(
     assert all(torch.equal(a["state_dict"][weight], b["state_dict"][weight]) for weight in b["state_dict"])
     assert not list(run_dir.rglob("*.tmp"))
     assert_curves_grow(events, run_dir)
-    for tag in ("train/loss", "val/loss"):  # none missing either
+    for tag in ("Loss/train", "Loss/validation"):  # none missing either
         curves = [[(event.step, event.value) for event in events(path).Scalars(tag)] for path in (run_dir, whole.path)]
         assert curves[0] == curves[1], tag
-    writing = [[event.step for event in events(path).Tensors("writing/text_summary")] for path in (run_dir, whole.path)]
+    writing = [[event.step for event in events(path).Tensors("sample/text_summary")] for path in (run_dir, whole.path)]
     assert writing == [[3, 6, 9, 12]] * 2  # the last event before a checkpoint
 
 

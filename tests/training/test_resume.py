@@ -15,7 +15,7 @@ from checkpoint.io import read_checkpoint
 from tests.conftest import write_text
 from training.lightning_module import GPTLightning
 
-CURVES = ("train/loss", "train/grad_norm", "train/tokens", "val/loss", "val/bits_per_byte")
+CURVES = ("Loss/train", "Optimizer/grad_norm", "Progress/tokens", "Loss/validation", "Loss/validation_bits_per_byte")
 
 
 def content_of(run, name="last.ckpt"):
@@ -24,7 +24,7 @@ def content_of(run, name="last.ckpt"):
 
 def curves(events, run):
     log = events(run.path)
-    rates = [tag for tag in log.Tags()["scalars"] if tag.startswith("lr/")]
+    rates = [tag for tag in log.Tags()["scalars"] if tag.startswith("Optimizer/lr_")]
     return {tag: [(event.step, event.value) for event in log.Scalars(tag)] for tag in (*CURVES, *rates)}
 
 
@@ -129,10 +129,10 @@ def test_extended_run_is_the_longer_one_bit_for_bit(train_here, events, bound, i
     a, b = content_of(whole), content_of(extended)
     assert equal(a["state_dict"], b["state_dict"]) and equal(a["optimizer_states"], b["optimizer_states"])
     expected, found = curves(events, whole), curves(events, extended)
-    for name in ("train/loss", "train/grad_norm", "lr/muon"):
+    for name in ("Loss/train", "Optimizer/grad_norm", "Optimizer/lr_muon"):
         assert found[name] == expected[name], name
-    steps = {step for step, _ in found["val/loss"]}
-    assert steps >= {step for step, _ in expected["val/loss"]}  # and where the short run ended
+    steps = {step for step, _ in found["Loss/validation"]}
+    assert steps >= {step for step, _ in expected["Loss/validation"]}  # and where the short run ended
     assert [event.step for event in events(extended.path).Scalars("final/val_nats_per_token")] == [max(steps)]
     assert extended.summary["steps"] == whole.summary["steps"] and extended.summary["tokens"] == whole.summary["tokens"]
 
@@ -185,10 +185,10 @@ def test_time_already_used_counts_and_the_schedule_goes_on_from_its_share(
     settings = (bound, "optimizer.warmup_fraction=0", "optimizer.cooldown_fraction=1", "trainer.log_every_n_steps=1")
     stopped = stopped_after(30, *settings, settings=tuple(setting for setting in tiny if "vocab" not in setting))
     used = content_of(stopped)["run"]
-    before = events(stopped.path).Scalars("lr/muon")[-2:]  # in steps of 0.25 s
+    before = events(stopped.path).Scalars("Optimizer/lr_muon")[-2:]  # in steps of 0.25 s
     resumed = train_here(f"resume={stopped.dir}", settings=())
     assert resumed.returncode == 0, resumed
-    rates = {event.step: event.value for event in events(resumed.path).Scalars("lr/muon")}
+    rates = {event.step: event.value for event in events(resumed.path).Scalars("Optimizer/lr_muon")}
     fall = before[0].value - before[1].value
     assert rates[before[1].step + 1] == pytest.approx(before[1].value - fall, abs=fall)  # goes on falling from there
     assert rates[max(rates)] < 2 * fall
@@ -465,7 +465,7 @@ def test_what_changes_is_said_and_done(train_here, stopped_after, events):
     resumed = train_here(f"resume={stopped.dir}", *changed, settings=())
     assert "changed: optimizer.lr 0.003 -> 0.001, optimizer.weight_decay 0.1 -> 0.5, " in resumed.stdout
     assert "trainer.gradient_clip_val null -> 1.0" in resumed.stdout
-    rates = dict(curves(events, resumed)["lr/adamw"])
+    rates = dict(curves(events, resumed)["Optimizer/lr_adamw"])
     assert rates[8] == pytest.approx(0.003) and rates[9] == pytest.approx(0.001)
     groups = content_of(resumed)["optimizer_states"][0]["param_groups"]
     assert {group["weight_decay"] for group in groups} == {0.5}
@@ -488,8 +488,8 @@ def test_text_is_compared_by_what_it_says(train_here, stopped_after, tmp_path, t
 def test_new_run_begins_with_old_weights(train_here, tiny_run, events):
     begun = train_here(f"init_from={tiny_run.dir}", *constant("trainer.max_steps=3"))
     assert begun.returncode == 0 and begun.dir != tiny_run.dir, begun
-    (step, loss), *_ = curves(events, begun)["train/loss"]
-    assert step == 1 and loss < curves(events, tiny_run)["train/loss"][0][1] - 1
+    (step, loss), *_ = curves(events, begun)["Loss/train"]
+    assert step == 1 and loss < curves(events, tiny_run)["Loss/train"][0][1] - 1
     assert begun.summary["steps"] == 3
 
 
@@ -534,7 +534,6 @@ def test_every_tag_grows_and_hyperparameters_are_there_once(train_here, stopped_
         for tag in log.Tags()[kind]:
             steps = [event.step for event in read(tag)]
             assert steps == sorted(set(steps)), tag
-    assert [event.step for event in log.Scalars("train/loss")] == [2, 4, 6, 8, 10, 12, 14]
-    assert [event.step for event in log.Scalars("by_context_length/step_ms")] == [16]
+    assert [event.step for event in log.Scalars("Loss/train")] == [2, 4, 6, 8, 10, 12, 14]
     rows = b"".join(path.read_bytes() for path in extended.path.glob("events*")).count(b"_hparams_/session_start_info")
     assert rows == 1

@@ -17,7 +17,7 @@ from tests.conftest import PROJECT
 from training.callbacks.checkpoints import BestCheckpoint
 from training.callbacks.validation_images import ValidationImages
 from training.lightning_module import GPTLightning
-from training.loggers import RunLogger
+from training.loggers.tensorboard_logger import RunTensorBoardLogger
 
 JUMP_MS = 100_000
 
@@ -49,7 +49,7 @@ def step_ms(train_here, events, monkeypatch, jump):
             patch.setattr(owner, name, delayed)
             finished = train_here("trainer.max_steps=12", "trainer.log_every_n_steps=3", "num_validations=3")
         assert finished.returncode == 0, finished
-        readings = [event.value for event in events(finished.path).Scalars("speed/step_ms")]
+        readings = [event.value for event in events(finished.path).Scalars("Speed/step_ms")]
         assert len(readings) == 3  # at steps 6, 9 and 12: the first five are warm-up
         assert finished.summary["step_ms"] == pytest.approx(sorted(readings)[1], rel=1e-3)
         return readings
@@ -64,7 +64,7 @@ def step_ms(train_here, events, monkeypatch, jump):
         (GPTLightning, "on_validation_epoch_end"),
         (ValidationImages, "on_validation_end"),
         (BestCheckpoint, "on_validation_end"),
-        (RunLogger, "log_metrics"),
+        (RunTensorBoardLogger, "log_metrics"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )

@@ -19,7 +19,7 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from torch.utils.tensorboard import SummaryWriter
 
 from training.final_metrics import FINAL_METRICS
-from training.tensorboard import rewind_events
+from training.loggers.event_file import rewind_events
 
 VALIDATIONS = [8, 16, 24, 32, 40]
 READINGS = [5, 10, 15, 20, 25, 30, 35, 40]
@@ -32,22 +32,36 @@ def log(tiny_run, events):
 
 def test_every_curve_is_there_at_its_steps(log):
     steps = {tag: [event.step for event in log.Scalars(tag)] for tag in log.Tags()["scalars"]}
-    for tag in ("train/loss", "train/grad_norm", "train/tokens", "memory/mb", "lr/adamw", "lr/embeddings", "lr/muon"):
+    for tag in (
+        "Loss/train",
+        "Optimizer/grad_norm",
+        "Progress/tokens",
+        "System/memory_mb",
+        "Optimizer/lr_adamw",
+        "Optimizer/lr_embeddings",
+        "Optimizer/lr_muon",
+    ):
         assert steps.pop(tag) == READINGS, tag
-    for tag in ("speed/step_ms", "speed/tokens_per_second"):
+    for tag in ("Speed/step_ms", "Speed/tokens_per_second"):
         assert steps.pop(tag) == READINGS[1:], tag  # the first five steps are warm-up
     heads = ("entropy_min", "distance_max", "previous_max", "first_max", "induction_max")
-    for tag in ("val/loss", "val/bits_per_byte", *(f"heads/{name}" for name in heads)):
+    for tag in ("Loss/validation", "Loss/validation_bits_per_byte", *(f"attention/{name}" for name in heads)):
         assert steps.pop(tag) == VALIDATIONS, tag
     for name in FINAL_METRICS:
         assert steps.pop(f"final/{name}") == [40], name
-    assert steps.pop("by_context_length/step_ms") == [16]  # x is the context length
     assert steps == {}
+
+
+def test_loss_is_the_first_group_and_single_points_are_the_last(log):
+    groups = sorted({tag.split("/")[0] for tag in log.Tags()["scalars"] + log.Tags()["images"]})  # capitals first
+    assert groups[0] == "Loss" and groups[-1] == "final"
 
 
 def test_learning_rates_are_those_of_the_optimizer_config_on_one_schedule(log, tiny_run):
     config = OmegaConf.load(tiny_run.path / "config.yaml").optimizer
-    curves = {name: [event.value for event in log.Scalars(f"lr/{name}")] for name in ("adamw", "embeddings", "muon")}
+    curves = {
+        name: [event.value for event in log.Scalars(f"Optimizer/lr_{name}")] for name in ("adamw", "embeddings", "muon")
+    }
     peaks = {"adamw": config.lr, "embeddings": config.embedding_lr, "muon": config.muon_lr}
     assert len({peaks["adamw"], peaks["embeddings"]}) == 2
     shares = [[value / peaks[name] for value in curve] for name, curve in curves.items()]
@@ -66,17 +80,17 @@ def test_final_figures_are_those_of_the_summary(log, tiny_run):
     summary = tiny_run.summary
     for name in FINAL_METRICS:
         assert log.Scalars(f"final/{name}")[-1].value == pytest.approx(summary[name], rel=1e-3), name
-    assert log.Scalars("train/tokens")[-1].value == summary["tokens"]
-    assert min(event.value for event in log.Scalars("val/loss")) == pytest.approx(summary["val_nats_per_token"])
+    assert log.Scalars("Progress/tokens")[-1].value == summary["tokens"]
+    assert min(event.value for event in log.Scalars("Loss/validation")) == pytest.approx(summary["val_nats_per_token"])
 
 
 def test_pictures_and_writing_are_at_the_training_steps_of_validations(log):
-    assert [event.step for event in log.Images("attention")] == VALIDATIONS
-    assert [event.step for event in log.Tensors("writing/text_summary")] == VALIDATIONS
+    assert [event.step for event in log.Images("attention/maps")] == VALIDATIONS
+    assert [event.step for event in log.Tensors("sample/text_summary")] == VALIDATIONS
 
 
 def test_picture_of_attention_is_a_png_one_can_see(log):
-    for event in log.Images("attention"):
+    for event in log.Images("attention/maps"):
         image = Image.open(io.BytesIO(event.encoded_image_string))
         image.load()
         assert image.format == "PNG" and image.size == (event.width, event.height)
@@ -85,7 +99,7 @@ def test_picture_of_attention_is_a_png_one_can_see(log):
 
 
 def test_image_tags_are_few_and_the_printed_command_asks_for_all_images(log, tiny_run):
-    assert sorted(log.Tags()["images"]) == ["attention", "heads"]
+    assert sorted(log.Tags()["images"]) == ["attention/heads", "attention/maps"]
     assert int(re.search(r"--samples_per_plugin images=(\d+)", tiny_run.stdout)[1]) >= 100
 
 
@@ -151,11 +165,17 @@ def test_server_shows_scalars_pictures_text_and_hyperparameters(tiny_run, board)
     (run,) = json.loads(ask("runs"))
     assert run == os.path.basename(tiny_run.dir)
     scalars = json.loads(ask("plugin/scalars/tags"))[run]
-    assert {"train/loss", "val/loss", "val/bits_per_byte", "lr/muon", "speed/step_ms"} < set(scalars)
-    values = json.loads(ask(f"plugin/scalars/scalars?run={run}&tag=val/loss"))
+    assert {
+        "Loss/train",
+        "Loss/validation",
+        "Loss/validation_bits_per_byte",
+        "Optimizer/lr_muon",
+        "Speed/step_ms",
+    } < set(scalars)
+    values = json.loads(ask(f"plugin/scalars/scalars?run={run}&tag=Loss/validation"))
     assert [step for _, step, _ in values] == VALIDATIONS
-    assert sorted(json.loads(ask("plugin/images/tags"))[run]) == ["attention", "heads"]
-    images = json.loads(ask(f"plugin/images/images?run={run}&tag=attention&sample=0"))
+    assert sorted(json.loads(ask("plugin/images/tags"))[run]) == ["attention/heads", "attention/maps"]
+    images = json.loads(ask(f"plugin/images/images?run={run}&tag=attention/maps&sample=0"))
     assert [image["step"] for image in images] == VALIDATIONS
     png = ask("plugin/images/individualImage?" + images[-1]["query"])
     assert Image.open(io.BytesIO(png)).format == "PNG"
@@ -203,17 +223,16 @@ def curves(reader):
 def log_steps(directory, steps, value, final=None):
     with SummaryWriter(str(directory)) as writer:
         for step in steps:
-            writer.add_scalar("train/loss", value, step)
+            writer.add_scalar("Loss/train", value, step)
         if final is not None:
             writer.add_scalar("final/val_nats_per_token", value, final)
-            writer.add_scalar("by_context_length/step_ms", value, 4)
 
 
 @pytest.mark.parametrize("kind", READERS)
 def test_tensorboard_that_stays_open_follows_a_run_that_is_resumed_again_and_again(tmp_path, clock, kind):
     reader = open_reader(tmp_path, kind)
     log_steps(tmp_path, range(1, 11), 1.0, final=10)
-    assert [step for step, _ in curves(reader)["train/loss"]] == list(range(1, 11))
+    assert [step for step, _ in curves(reader)["Loss/train"]] == list(range(1, 11))
     expected = [(step, 1.0) for step in range(1, 7)]
     for begin, end, value in ((6, 12, 2.0), (9, 30, 3.0), (20, 21, 4.0)):
         rewind_events(tmp_path, begin)
@@ -222,8 +241,8 @@ def test_tensorboard_that_stays_open_follows_a_run_that_is_resumed_again_and_aga
         expected = [point for point in expected if point[0] <= begin]
         expected += [(step, value) for step in range(begin + 1, end + 1)]
         seen = curves(reader)
-        assert seen["train/loss"] == expected
-        assert seen["final/val_nats_per_token"] == [(end, value)] and seen["by_context_length/step_ms"] == [(4, value)]
+        assert seen["Loss/train"] == expected
+        assert seen["final/val_nats_per_token"] == [(end, value)]
         assert seen == curves(open_reader(tmp_path, kind))  # as one that is opened now
     assert len(list(tmp_path.iterdir())) == 3  # the file that was open, empty; what was kept; what came
 
@@ -231,12 +250,11 @@ def test_tensorboard_that_stays_open_follows_a_run_that_is_resumed_again_and_aga
 def test_tensorboard_that_stays_open_sees_all_of_a_real_run_that_is_resumed(train_here):
     first = train_here("trainer.max_steps=10", "num_validations=2")
     reader = open_reader(first.path, "one file after the other")
-    assert [step for step, _ in curves(reader)["val/loss"]] == [5, 10]
+    assert [step for step, _ in curves(reader)["Loss/validation"]] == [5, 10]
     resumed = train_here(f"resume={first.dir}", "trainer.max_steps=20", settings=())
     assert resumed.returncode == 0 and resumed.stderr == "", resumed
     seen = curves(reader)
-    assert [step for step, _ in seen["train/loss"]] == [5, 10, 15, 20]
-    assert [step for step, _ in seen["by_context_length/step_ms"]] == [16]
+    assert [step for step, _ in seen["Loss/train"]] == [5, 10, 15, 20]
     assert seen == curves(open_reader(first.path, "one file after the other"))
 
 
@@ -245,7 +263,7 @@ def test_clock_that_went_back_costs_no_point(tmp_path, clock, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 1_600_000_000.0)
     rewind_events(tmp_path, 4)
     log_steps(tmp_path, range(5, 8), 2.0)
-    points = curves(open_reader(tmp_path, "one file after the other"))["train/loss"]
+    points = curves(open_reader(tmp_path, "one file after the other"))["Loss/train"]
     assert points == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 2.0), (6, 2.0), (7, 2.0)]
 
 
@@ -279,7 +297,7 @@ def test_flipped_bit_in_an_event_costs_that_event_alone_and_is_said(tmp_path, cl
     content[(starts[8] if place >= 0 else starts[9]) + place] ^= 4  # the version is record 0, so step n is record n
     file.write_bytes(content)
     rewind_events(tmp_path, 18)
-    seen = curves(open_reader(tmp_path, "one file after the other"))["train/loss"]
+    seen = curves(open_reader(tmp_path, "one file after the other"))["Loss/train"]
     assert [step for step, _ in seen] == [step for step in range(1, 19) if step != 8]
     assert f"{file} is damaged in one place" in caplog.text
     (kept,) = tmp_path.glob("damaged.*")
@@ -297,7 +315,7 @@ def test_garbage_between_events_costs_none_of_them(tmp_path, clock, caplog, garb
     at = where_records_begin(content)[index]
     events_file(tmp_path).write_bytes(content[:at] + garbage + content[at:])
     rewind_events(tmp_path, 10)
-    seen = curves(open_reader(tmp_path, "one file after the other"))["train/loss"]
+    seen = curves(open_reader(tmp_path, "one file after the other"))["Loss/train"]
     assert [step for step, _ in seen] == list(range(1, 11))
     assert "is damaged in one place" in caplog.text
 
@@ -308,7 +326,7 @@ def test_event_that_a_kill_cut_off_is_no_damage(tmp_path, clock, caplog, cut):
     log_steps(tmp_path, range(1, 6), 1.0)
     events_file(tmp_path).write_bytes(events_file(tmp_path).read_bytes()[:-cut])
     rewind_events(tmp_path, 5)
-    seen = curves(open_reader(tmp_path, "one file after the other"))["train/loss"]
+    seen = curves(open_reader(tmp_path, "one file after the other"))["Loss/train"]
     assert [step for step, _ in seen] == [1, 2, 3, 4][: len(seen)] and len(seen) >= 3
     assert not list(tmp_path.glob("damaged.*")) and "damaged" not in caplog.text
 
@@ -327,5 +345,5 @@ def test_no_bytes_in_an_event_file_stop_a_run_from_being_resumed(tmp_path_factor
     file.write_bytes(content)
     rewind_events(directory, 100)
     log_steps(directory, range(101, 103), 2.0)
-    steps = [step for step, _ in curves(open_reader(directory, "one file after the other"))["train/loss"]]
+    steps = [step for step, _ in curves(open_reader(directory, "one file after the other"))["Loss/train"]]
     assert steps == sorted(set(steps)) and steps[-2:] == [101, 102] and set(steps[:-2]) <= set(range(1, 8))

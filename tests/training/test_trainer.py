@@ -168,8 +168,8 @@ def test_every_option_that_can_be_set_works(train_here, events, monkeypatch, opt
         torch.backends.cudnn.benchmark = False
     assert finished.returncode == 0 and "Profiler Report" in (finished.path / "train.log").read_text(), finished
     trainer, log = trainers[0], events(finished.path)
-    validated = [event.step for event in log.Scalars("val/loss")]
-    logged = [event.step for event in log.Scalars("train/loss")]
+    validated = [event.step for event in log.Scalars("Loss/validation")]
+    logged = [event.step for event in log.Scalars("Loss/train")]
     same = ("precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "log_every_n_steps")
     assert all(getattr(trainer, name) == options[name] for name in same if name in options)
     assert trainer.num_devices == trainer.num_nodes == 1

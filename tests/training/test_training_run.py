@@ -88,7 +88,7 @@ def test_bits_per_byte_are_those_of_the_whole_validation_split(tiny_run):
 
 
 def test_loss_starts_at_the_uniform_guess_and_falls(tiny_run, events):
-    losses = [value for _, value in curve(events, tiny_run, "train/loss")]
+    losses = [value for _, value in curve(events, tiny_run, "Loss/train")]
     assert losses[0] <= math.log(300) + 0.1 and losses[-1] < losses[0] - 1
     assert tiny_run.summary["val_nats_per_token"] < math.log(300) - 1
 
@@ -154,7 +154,9 @@ def test_same_seed_gives_the_same_losses_bit_for_bit(train_here, events, tiny_ru
     figures = []
     for seed in (0, 0, 1):
         finished = train_here("trainer.max_steps=40", f"seed={seed}")
-        figures.append([curve(events, finished, tag) for tag in ("train/loss", "val/loss", "train/grad_norm")])
+        figures.append(
+            [curve(events, finished, tag) for tag in ("Loss/train", "Loss/validation", "Optimizer/grad_norm")]
+        )
         figures[-1].append(finished.summary["val_bits_per_byte"])
     assert figures[0] == figures[1]
     assert figures[0][-1] != figures[2][-1]
@@ -189,7 +191,7 @@ def test_accumulated_batches_give_the_losses_of_one_large_batch(train_here, even
     settings = ("trainer.max_steps=10", "trainer.log_every_n_steps=1", "optimizer=adamw")
     large = train_here(*settings, "data.batch_size=8")
     small = train_here(*settings, "data.batch_size=2", "trainer.accumulate_grad_batches=4")
-    for tag in ("train/loss", "val/loss", "train/grad_norm", "lr/adamw", "train/tokens"):
+    for tag in ("Loss/train", "Loss/validation", "Optimizer/grad_norm", "Optimizer/lr_adamw", "Progress/tokens"):
         (steps, values), (other_steps, other_values) = (
             zip(*curve(events, run, tag), strict=True) for run in (large, small)
         )
@@ -207,7 +209,7 @@ def test_accumulated_batches_are_one_large_batch_at_the_end_of_an_epoch_too(trai
     ]
     windows = (round(0.1 * text_file.stat().st_size) - 16) // 16
     assert windows % 12 and windows % 4  # an epoch ends within a step
-    (steps, losses), *others = [zip(*curve(events, run, "train/loss"), strict=True) for run in runs]
+    (steps, losses), *others = [zip(*curve(events, run, "Loss/train"), strict=True) for run in runs]
     assert steps == tuple(range(1, 3 * -(-windows // 12) + 1))
     for run, (other_steps, other_losses) in zip(runs[1:], others, strict=True):
         assert other_steps == steps and other_losses == pytest.approx(losses, rel=2e-3)
@@ -223,7 +225,7 @@ def test_overfitting_to_one_batch_brings_its_loss_near_zero(train_here, events):
     settings = ("trainer.max_steps=200", "num_validations=1", "model.dropout=0", "model.bigram_dropout=0")
     finished = train_here("trainer.overfit_batches=1", *settings)
     assert "each epoch trains on the same batch" in finished.stdout
-    assert curve(events, finished, "train/loss")[-1][1] < 0.1
+    assert curve(events, finished, "Loss/train")[-1][1] < 0.1
 
 
 # Validations
@@ -255,7 +257,7 @@ def test_overfitting_to_one_batch_brings_its_loss_near_zero(train_here, events):
 def test_validations_are_evenly_spread_and_the_last_is_at_the_end(train_here, events, settings, steps):
     finished = train_here(*settings)
     assert finished.returncode == 0, finished
-    assert [step for step, _ in curve(events, finished, "val/loss")] == steps
+    assert [step for step, _ in curve(events, finished, "Loss/validation")] == steps
     assert finished.summary["steps"] == steps[-1]
 
 
@@ -264,14 +266,14 @@ def test_limited_validations_are_named_and_the_final_one_is_over_the_whole_split
     whole, limited = train_here(*settings), train_here(*settings, "trainer.limit_val_batches=1")
     line = "validations during training use 64 of these tokens (trainer.limit_val_batches); the last one uses all"
     assert line in limited.stdout and "validations during training" not in whole.stdout
-    assert curve(events, limited, "val/loss") != curve(events, whole, "val/loss")
+    assert curve(events, limited, "Loss/validation") != curve(events, whole, "Loss/validation")
     assert limited.summary["val_nats_per_token"] == whole.summary["val_nats_per_token"]
 
 
 def test_time_that_is_over_before_the_least_steps_stretches_the_learning_rates(train_here, events):
     settings = ("trainer.max_time=0.001s", "trainer.min_steps=40", "trainer.log_every_n_steps=1", "optimizer=adamw")
     finished = train_here(*settings)
-    rates = [value for _, value in curve(events, finished, "lr/adamw")]
+    rates = [value for _, value in curve(events, finished, "Optimizer/lr_adamw")]
     assert len(rates) == 40 and all(rate == max(rates) for rate in rates[1:20])
     assert learning_rate_is_cooled(events, finished) and rates[-1] > 0
 
@@ -310,7 +312,7 @@ def test_non_finite_loss_stops_the_run_at_that_step_and_keeps_the_last_good_chec
 def test_interval_larger_than_the_run_still_validates_and_logs(train_here, events, validate):
     finished = train_here("trainer.max_steps=6", "trainer.log_every_n_steps=1000", validate)
     assert finished.returncode == 0, finished
-    for tag in ("train/loss", "val/loss", "val/bits_per_byte", "train/tokens", "speed/step_ms"):
+    for tag in ("Loss/train", "Loss/validation", "Loss/validation_bits_per_byte", "Progress/tokens", "Speed/step_ms"):
         assert [step for step, _ in curve(events, finished, tag)] == [6], tag
 
 
@@ -318,7 +320,7 @@ def test_share_of_an_epoch_is_an_interval_too(train_here, events):
     finished = train_here(
         "tokenizer=byte", "tokenizer.vocab_size=null", "trainer.max_epochs=1", "trainer.val_check_interval=0.25"
     )
-    assert [step for step, _ in curve(events, finished, "val/loss")] == [16, 32, 48, 64]
+    assert [step for step, _ in curve(events, finished, "Loss/validation")] == [16, 32, 48, 64]
 
 
 def test_best_checkpoint_of_a_run_that_overfits_is_kept_and_used(train_here, tmp_path, sample_here):
@@ -344,22 +346,22 @@ def test_best_checkpoint_of_a_run_that_overfits_is_kept_and_used(train_here, tmp
 
 
 def learning_rate_is_cooled(events, run):
-    rates = [value for _, value in curve(events, run, "lr/adamw")]
+    rates = [value for _, value in curve(events, run, "Optimizer/lr_adamw")]
     return rates[-1] < 0.06 * max(rates)  # the last of 40 steps is taken at a twentieth
 
 
 def test_run_bounded_by_time_ends_near_it_with_the_learning_rate_cooled(train_here, events, clock):
     finished = train_here("trainer.max_time=10s")
-    assert finished.summary["steps"] == curve(events, finished, "train/loss")[-1][0]
+    assert finished.summary["steps"] == curve(events, finished, "Loss/train")[-1][0]
     assert 10 <= checkpoint_of(finished.path / "checkpoints/last.ckpt")["run"]["train_seconds"] < 11
     assert learning_rate_is_cooled(events, finished)
-    assert len(curve(events, finished, "val/loss")) == 5
+    assert len(curve(events, finished, "Loss/validation")) == 5
 
 
 def test_run_bounded_by_steps_takes_them_with_the_learning_rate_cooled(tiny_run, events):
     assert tiny_run.summary["steps"] == 40
     assert learning_rate_is_cooled(events, tiny_run)
-    assert [step for step, _ in curve(events, tiny_run, "val/loss")] == [8, 16, 24, 32, 40]
+    assert [step for step, _ in curve(events, tiny_run, "Loss/validation")] == [8, 16, 24, 32, 40]
 
 
 def test_run_bounded_by_epochs_takes_them_with_the_learning_rate_cooled(train_here, text_file, events):
@@ -368,7 +370,7 @@ def test_run_bounded_by_epochs_takes_them_with_the_learning_rate_cooled(train_he
     batches = -(-((num_tokens - 16) // 16) // 4)
     assert finished.summary["steps"] == 2 * batches
     assert learning_rate_is_cooled(events, finished)
-    assert len(curve(events, finished, "val/loss")) == 5
+    assert len(curve(events, finished, "Loss/validation")) == 5
 
 
 # Whatever the machine

@@ -2,19 +2,17 @@
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from torch.utils.tensorboard.summary import hparams
 
 from system.checks import COUNT, SECONDS, Bounded, Predicate
 from system.memory import memory_mb, peak_memory_mb, reset_peak_memory
 from system.running_clock import exclude_suspensions, running_seconds
-from training.final_metrics import FINAL_METRICS
 from training.progress import run_progress
 
 
@@ -27,8 +25,9 @@ class MetricsLogger(Callback):
 
     WARMUP_STEPS = 5
 
-    def __init__(self, hyperparameters: dict[str, float | str | None]):
+    def __init__(self, hyperparameters: dict[str, float | str | None], varied: Collection[str] = ()):
         self.hyperparameters = hyperparameters
+        self.varied = varied  # those that the user has set or sweeps over
         self.step_ms_readings: list[float] = []  # one per logging interval
         self._warmup_ms = math.nan
         self.train_seconds = 0.0  # like step_ms, leaves out everything but steps
@@ -79,16 +78,9 @@ class MetricsLogger(Callback):
         self._memory_before_mb = memory_mb(trainer.strategy.root_device.type)
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Logs the hyperparameters; TensorBoard takes the metrics of its table from the final/ scalars."""
-        for logger in trainer.loggers if trainer.is_global_zero else ():  # other ranks have no file
-            # Only the names count: TensorBoard reads the values from the scalars.
-            metrics = {f"final/{name}": 0.0 for name in FINAL_METRICS}
-            # TensorBoard takes the columns of all runs from one of them, so columns without a value are named too.
-            columns = {name: 0.0 if value is None else value for name, value in self.hyperparameters.items()}
-            experiment, _, end = hparams(columns, metrics)
-            _, start, _ = hparams(self.hyperparameters, metrics)
-            for summary in (experiment, start, end):
-                logger.experiment.file_writer.add_summary(summary)
+        """Logs the hyperparameters."""
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            logger.log_settings(self.hyperparameters, self.varied)
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Tensor, batch_idx: int) -> None:
         """Starts the clock unless it is running."""
@@ -141,14 +133,14 @@ class MetricsLogger(Callback):
 
     def _write(self, trainer: Trainer) -> None:
         values = {
-            "train/loss": float(self._loss_sum) / self._interval_batches,
-            "train/tokens": self.tokens,
-            "memory/mb": peak_memory_mb(trainer.strategy.root_device.type),
+            "Loss/train": float(self._loss_sum) / self._interval_batches,
+            "Progress/tokens": self.tokens,
+            "System/memory_mb": peak_memory_mb(trainer.strategy.root_device.type),
         }
         for group in trainer.optimizers[0].param_groups:
-            values[f"lr/{group['name']}"] = group["lr"]
+            values[f"Optimizer/lr_{group['name']}"] = group["lr"]
         if trainer.global_step % trainer.log_every_n_steps == 0:
-            values["train/grad_norm"] = float(self.grad_norm)
+            values["Optimizer/grad_norm"] = float(self.grad_norm)
         self.train_seconds += self._interval_seconds
         if self._interval_steps and self._interval_seconds:
             step_ms = 1000 * self._interval_seconds / self._interval_steps
@@ -156,8 +148,8 @@ class MetricsLogger(Callback):
                 self._warmup_ms = step_ms
             else:
                 self.step_ms_readings.append(step_ms)
-                values["speed/step_ms"] = step_ms
-                values["speed/tokens_per_second"] = self.tokens_per_second
+                values["Speed/step_ms"] = step_ms
+                values["Speed/tokens_per_second"] = self.tokens_per_second
         for logger in trainer.loggers:
             logger.log_metrics(values, trainer.global_step)
         self._interval_seconds, self._interval_steps, self._interval_batches = 0.0, 0, 0

@@ -25,7 +25,7 @@ from system.files import atomic_write
 logger = logging.getLogger(__name__)
 
 PREFIX = "events.out.tfevents."
-LOGGED_ONCE = ("_hparams_/", "final/", "by_context_length/")  # the resumed run logs them again
+LOGGED_ONCE = ("_hparams_/", "final/")  # the resumed run logs them again
 HEADER_BYTES, FOOTER_BYTES = 12, 4  # length and its checksum; checksum of the data
 MAX_RECORD_BYTES = 1 << 31  # limit of protocol buffers
 
