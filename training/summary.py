@@ -5,6 +5,7 @@ import logging
 import math
 import platform
 import shlex
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ def run_statistics(run: Run, trainer: Trainer, best: Checkpoint, run_dir: Path) 
     }
 
 
-def final_report(summary: dict[str, Any], text: str, run_dir: Path, vocab_size: int, hints: list[str]) -> str:
+def final_report(summary: dict[str, Any], text: str, run_dir: Path, vocab_size: int, hints: Iterable[str] = ()) -> str:
     """The last lines of a run: results, a sample from the best checkpoint, and commands to try next."""
     checkpoint = shlex.quote(str(relative(run_dir)))
     lines = [line for line in text.split("\n") if line.strip()]
