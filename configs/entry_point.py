@@ -23,8 +23,8 @@ open_closed_streams()
 def entry_point(main: Callable[[Any], None], config_name: str | None = None, sweeps: bool = False) -> None:
     """Runs a program, from its command line to its exit code.
 
-    Handles, in the same way for all programs: Ctrl-C, closed or full output streams, `--help`, `--version`, and one
-    line for every user error and for lack of memory.
+    Handles, in the same way for all programs: Ctrl-C, closed or full output streams, `--help`, `--help-all`,
+    `--version`, and one line for every user error and for lack of memory.
 
     Args:
         main: is called with the typed config, or without a config_name with the arguments.
@@ -34,14 +34,15 @@ def entry_point(main: Callable[[Any], None], config_name: str | None = None, swe
     from configs.cli import run  # slow imports
     from configs.compose import compose
     from configs.error_lines import exit_on_user_error
-    from configs.help_text import help_text
+    from configs.help_text import full_help_text, help_text
 
     use_utf8()
     logging.raiseExceptions = False  # a log handler whose stream fails: handle_broken_pipe reports it
     arguments = sys.argv[1:]
     with handle_broken_pipe(), exit_on_user_error(config_name):
-        if {"--help", "-h"} & set(arguments):
-            print(help_text(inspect.unwrap(main).__globals__["__doc__"], config_name))
+        if {"--help", "-h", "--help-all"} & set(arguments):
+            text = full_help_text if "--help-all" in arguments else help_text
+            print(text(inspect.unwrap(main).__globals__["__doc__"], config_name))
         elif "--version" in arguments:
             print(f"tiny-gpt-lab {VERSION}")
         elif config_name is None:

