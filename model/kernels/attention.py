@@ -28,7 +28,7 @@ def sdpa_attention(
         if q.size(-2) >= MIN_LENGTH:
             options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "enable_gqa": enable_gqa}
             return onednn_attention(q, k, v, **options)
-        if is_causal and q.shape == k.shape and dropout_p < 1:
+        if onednn.short_attention_is_faster() and is_causal and q.shape == k.shape and dropout_p < 1:
             return short_attention(q, k, v, dropout_p)
     return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa)
 

@@ -5,6 +5,7 @@ part of PyTorch too, does, with the same precision (measured by benchmarks/linea
 """
 
 import platform
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,20 +23,35 @@ def has_onednn() -> bool:
 
 
 def onednn_is_faster() -> bool:
-    """Whether to use oneDNN: on AMD processors with AVX-512.
+    """Whether to use oneDNN: on AMD processors with AVX-512, which are Zen 4 and later.
 
-    Decided by the processor's name and not by a measurement, so that every run on a machine rounds in the same way.
+    Decided by the processor's family and not by a measurement, so that every run on a machine rounds in the same way.
     """
-    return _IS_FASTER
+    return _AMD_FAMILY >= ZEN_4
 
 
-def _is_amd_with_avx512() -> bool:
+def short_attention_is_faster() -> bool:
+    """Whether to use oneDNN for attention over short sequences: on Zen 5, where AVX-512 has its full width."""
+    return onednn_is_faster() and _AMD_FAMILY >= ZEN_5
+
+
+ZEN_4, ZEN_5 = 25, 26  # families; 25 is also Zen 3, which has no AVX-512
+
+
+def amd_family(cpuinfo: str) -> int:
+    """Family of an AMD processor, from /proc/cpuinfo or the name that Windows gives it; 0 for all others."""
+    family = re.search(r"family\s*:?\s*(\d+)", cpuinfo, re.IGNORECASE)
+    return int(family[1]) if family and "AuthenticAMD" in cpuinfo else 0
+
+
+def _amd_family_with_avx512() -> int:
+    if not has_onednn() or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return 0
     cpuinfo = Path("/proc/cpuinfo")
-    vendor = cpuinfo.read_text(errors="replace") if cpuinfo.exists() else platform.processor()
-    return "AuthenticAMD" in vendor and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return amd_family(cpuinfo.read_text(errors="replace") if cpuinfo.exists() else platform.processor())
 
 
-_IS_FASTER = has_onednn() and _is_amd_with_avx512()  # at import, because torch.compile cannot trace reading a file
+_AMD_FAMILY = _amd_family_with_avx512()  # at import, because torch.compile cannot trace reading a file
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,5 +1,7 @@
 """Products go through another library on some machines; the numbers stay."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,7 +24,7 @@ def onednn(monkeypatch):
     """Takes the oneDNN path on any machine that has it."""
     if not model.kernels.onednn.has_onednn():
         pytest.skip("this PyTorch carries no oneDNN")
-    monkeypatch.setattr(model.kernels.onednn, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(model.kernels.onednn, "_AMD_FAMILY", model.kernels.onednn.ZEN_5)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -103,8 +105,47 @@ def test_other_precisions_go_pytorchs_way(onednn):
         assert Linear(16, 8)(x).dtype == torch.bfloat16
 
 
-def test_the_choice_is_a_fact_of_the_machine():
-    assert model.kernels.onednn.onednn_is_faster() is model.kernels.onednn.onednn_is_faster()
+CPUINFO = "processor\t: 0\nvendor_id\t: {}\ncpu family\t: {}\nmodel\t\t: 17\nmodel name\t: a processor\n"
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "avx512", "products", "short"),
+    [
+        (CPUINFO.format("AuthenticAMD", 26), True, True, True),
+        (CPUINFO.format("AuthenticAMD", 25), True, True, False),
+        (CPUINFO.format("AuthenticAMD", 25), False, False, False),
+        (CPUINFO.format("GenuineIntel", 6), True, False, False),
+        ("AMD64 Family 26 Model 68 Stepping 0, AuthenticAMD", True, True, True),
+        ("", True, False, False),
+    ],
+    ids=["Zen 5", "Zen 4", "Zen 3", "Intel", "Zen 5 on Windows", "unknown"],
+)
+def test_onednn_is_used_only_on_processors_where_it_is_faster(monkeypatch, cpuinfo, avx512, products, short):
+    onednn = model.kernels.onednn
+    monkeypatch.setattr(onednn, "has_onednn", lambda: True)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512" if avx512 else "AVX2")
+    monkeypatch.setattr(
+        onednn, "Path", lambda path: SimpleNamespace(exists=lambda: True, read_text=lambda **_: cpuinfo)
+    )
+    monkeypatch.setattr(onednn, "_AMD_FAMILY", onednn._amd_family_with_avx512())
+    assert (onednn.onednn_is_faster(), onednn.short_attention_is_faster()) == (products, short)
+
+
+@pytest.mark.parametrize(("family", "length", "expected"), [
+    (26, MIN_LENGTH - 1, ["short_attention"]), (25, MIN_LENGTH - 1, []),
+    (26, MIN_LENGTH, ["onednn_attention"]), (25, MIN_LENGTH, ["onednn_attention"]), (0, MIN_LENGTH, []),
+])  # fmt: skip
+def test_attention_takes_the_kernel_of_the_processor_and_length(monkeypatch, family, length, expected):
+    calls = []
+    monkeypatch.setattr(model.kernels.onednn, "_AMD_FAMILY", family)
+    for name in ("short_attention", "onednn_attention"):
+        monkeypatch.setattr(f"model.kernels.attention.{name}", lambda q, *_, name=name, **__: calls.append(name) or q)
+    q = torch.randn(1, 1, length, 8)
+    sdpa_attention(q, q, q, causal=True)
+    assert calls == expected
+
+
+def test_linear_layers_keep_the_names_of_pytorchs():
     assert Linear(4, 4).state_dict().keys() == torch.nn.Linear(4, 4).state_dict().keys()
 
 
