@@ -27,6 +27,7 @@ import train
 from configs.entry_point import entry_point
 from model import kernels
 from system.process import command_start
+from tests.warm_process import WarmProcess
 from training import ranks
 from training.callbacks.graceful_stop import GracefulStop
 
@@ -105,11 +106,19 @@ def clean_environment() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def start(clean_environment) -> Callable[..., subprocess.Popen]:
-    """start("train.py", *arguments) is that process, with pipes."""
+    """start("train.py", *arguments) is that process, with pipes. fresh: in an interpreter of its own from the start."""
 
     def started(
-        script: str, *arguments: str, env: dict[str, str] | None = None, cwd=PROJECT, prefix=(), **options
+        script: str,
+        *arguments: str,
+        env: dict[str, str] | None = None,
+        cwd=PROJECT,
+        prefix=(),
+        fresh: bool = False,
+        **options,
     ) -> subprocess.Popen:
+        if not (fresh or env or prefix or options.keys() - {"start_new_session"} or os.name != "posix"):
+            return WarmProcess(PROJECT / script, arguments, clean_environment, cwd, **options)
         return subprocess.Popen(
             [*prefix, sys.executable, str(PROJECT / script), *arguments],
             env=clean_environment | (env or {}),
