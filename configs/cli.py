@@ -13,10 +13,11 @@ from configs.arguments import hydra_arguments, only_shows_config
 from configs.compose import run_config
 from configs.defaults import CONFIG_DIR
 from configs.error_lines import exit_on_user_error, format_hydra_error
-from configs.sweep import Sweep, check_no_sweep_in_launcher
+from configs.sweep import Sweep, check_no_sweep_settings, is_sweep_job, resumed_sweep, run_job, sweep_dir_override
 from system.errors import UserError
 from system.streams import handle_broken_pipe
 from training.ranks import is_child_process
+from training.sweep import JobResult
 
 
 def run(task: Callable[[Any], None], config_name: str) -> None:
@@ -24,28 +25,40 @@ def run(task: Callable[[Any], None], config_name: str) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
     with exit_on_user_error(config_name):
         schema.register()
+        sweep = Sweep(config_name, sys.argv[1:])
         if not is_child_process():  # its arguments have been through this
-            sys.argv[1:] = hydra_arguments(sys.argv[1:], config_name)
+            sweep = prepare_arguments(config_name)
             schema.register(dry_run=only_shows_config(sys.argv[1:]))
 
         composed: list[DictConfig] = []  # while it is empty, errors are errors of composing
-        sweep = Sweep(config_name)
 
         @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=config_name)
-        def job(config: DictConfig) -> None:
+        def job(config: DictConfig) -> JobResult | None:
             # Handled inside as well, because Hydra prints a line of its own about errors that leave the job.
-            with handle_broken_pipe(), exit_on_user_error(config_name), sweep.run():
+            with handle_broken_pipe(), exit_on_user_error(config_name):
                 composed.append(config)
-                check_no_sweep_in_launcher()
+                if is_sweep_job():
+                    return run_job(task, config, config_name)
+                check_no_sweep_settings()
                 task(run_config(config))
 
         try:
-            job()
+            with sweep.launching():
+                job()
         except Exception as error:
             if composed:
                 raise
             raise UserError(format_hydra_error(error, config_name)) from error
-        finally:
-            sweep.report()
         if sweep.failed:
             sys.exit(2)
+
+
+def prepare_arguments(config_name: str) -> Sweep:
+    """Makes sys.argv what Hydra accepts; for a sweep that is resumed, the command line that started it."""
+    arguments, directory = sys.argv[1:], None
+    if found := resumed_sweep(arguments):
+        directory, arguments = found
+    sys.argv[1:] = hydra_arguments(arguments, config_name)
+    if directory:
+        sys.argv.append(sweep_dir_override(directory))
+    return Sweep(config_name, arguments, directory)

@@ -50,18 +50,28 @@ def run_config(config: DictConfig) -> RunConfig:
     """
     hydra_config, sweep_job = HydraConfig.get(), None
     if hydra_config.mode == RunMode.MULTIRUN:
-        sweep_job = SweepJob(Path(hydra_config.sweep.dir), hydra_config.job.num, ",".join(swept_overrides()))
-        if config.resume not in (None, "false"):
-            raise UserError("resume continues a single run, so there is nothing to sweep over. Leave out -m.")
+        sweep_job = current_sweep_job()
     overrides = tuple(hydra_config.overrides.task)
-    config, resumed = merge_saved_config(check_config(config, "train"), keys_of(overrides))
+    config, changed = check_config(config, "train"), keys_of(overrides)
+    if sweep_job and config.resume not in (None, "false"):
+        raise UserError("resume continues a run or a sweep, so there is nothing to sweep over. Leave out -m.")
+    if sweep_job and (sweep_job.run_dir / "config.yaml").is_file():  # the sweep was interrupted in this run
+        config.resume, changed = str(sweep_job.run_dir), frozenset()
+    config, resumed = merge_saved_config(config, changed)
     return typed_config(config, "train", overrides, sweep_job=sweep_job, resumed=resumed)
 
 
-def swept_overrides() -> list[str]:
-    """The overrides of this run of a sweep that differ between its runs."""
+def current_sweep_job() -> SweepJob:
+    """The run of the sweep that Hydra has just composed."""
+    hydra_config = HydraConfig.get()
+    settings = swept_overrides(hydra_config.overrides.task)
+    return SweepJob(Path(hydra_config.sweep.dir), hydra_config.job.num, ",".join(settings))
+
+
+def swept_overrides(overrides: Sequence[str]) -> list[str]:
+    """The overrides of a run of a sweep that differ between its runs."""
     typed = {argument.partition("=")[0]: argument for argument in sys.argv}  # the same in all runs
-    return [text for text in HydraConfig.get().overrides.task if typed.get(text.partition("=")[0]) != text]
+    return [text for text in overrides if typed.get(text.partition("=")[0]) != text]
 
 
 def typed_config(config: DictConfig, config_name: str, overrides: Sequence[str], **derived: Any) -> Any:

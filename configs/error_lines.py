@@ -28,6 +28,7 @@ OUT_OF_MEMORY_HINTS = {
     "training_speed": "vocab_size",
     "kernels": "vocab_size",
 }
+PLUGINS = {"hydra/launcher=joblib": "hydra-joblib-launcher", "hydra/sweeper=optuna": "hydra-optuna-sweeper"}
 
 
 @contextmanager
@@ -85,6 +86,8 @@ def format_hydra_error(error: Exception, config_name: str) -> str:
         reason = reason.__context__
     text, _, full_key = str(error).strip().partition("\n    full_key: ")  # how OmegaConf names the key
     cause = " ".join(str(error.__cause__ or "").split("\n    full_key")[0].split())
+    if match := re.search(r"Could not find 'hydra/(launcher|sweeper)/(\w+)'", text):
+        return explain_missing_plugin(match[1], match[2])
     if match := re.search(r"In '(\w+/\w+)': (?:\w+ raised while composing config: )?(.*)", " ".join(text.split())):
         return format_file_error(match[1], match[2], full_key.partition("\n")[0], config_name)
     if match := re.search(r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'", text):
@@ -100,6 +103,13 @@ def format_hydra_error(error: Exception, config_name: str) -> str:
             return f"{key} is {value}, but must be a list: {key}=[{value}]"
         sweep = "add -m to sweep over them, or " if config_name == "train" else ""
         return f"{match[1]} lists several values: {sweep}give one."
+    if match := re.search(r"Sweep parameters '([^']+)' requires --multirun", text):
+        return f"{match[1]} has several values: add -m to sweep over them, or give one."
+    if "does not support sweep type" in text:
+        return (
+            "an interval has no values to list, so it needs hydra/sweeper=optuna, which tries values in it. Add that, "
+            "or list values: key=1,2,3."
+        )
     if isinstance(error, MissingConfigException) and error.options:
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
         return f"{group}={name} does not exist. Choose from: {', '.join(error.options)}."
@@ -111,6 +121,14 @@ def format_hydra_error(error: Exception, config_name: str) -> str:
         text += f" ({cause})"
     text = " ".join(text.split("See https")[0].split())
     return f"{full_key.split()[0]}: {text}. Give a plain value." if full_key else text
+
+
+def explain_missing_plugin(group: str, name: str) -> str:
+    """One line for a launcher or sweeper that is not installed, or does not exist."""
+    if package := PLUGINS.get(f"hydra/{group}={name}"):
+        return f"hydra/{group}={name} is an optional package. Install it with: pip install {package}"
+    known = ", ".join(key.partition("=")[2] for key in PLUGINS if key.startswith(f"hydra/{group}="))
+    return f"hydra/{group}={name} does not exist. Choose from: basic, {known}."
 
 
 def format_file_error(name: str, reason: str, key: str, config_name: str) -> str:

@@ -29,6 +29,16 @@ def setup_logging(file: Path | None, silent: bool = False) -> None:
         logging.getLogger(library).setLevel(logging.ERROR)
 
 
+def share_terminal(prefix: str) -> None:
+    """From now on, begins each line on the terminal with this text, because other processes print there too."""
+    _ConsoleHandler.prefix = prefix
+
+
+def shares_terminal() -> bool:
+    """Whether other processes print on the terminal too, so that this one must not draw a progress bar."""
+    return bool(_ConsoleHandler.prefix)
+
+
 class _EscapingFormatter(logging.Formatter):
     """Escapes control characters, also in the log file, which somebody may print in a terminal."""
 
@@ -37,9 +47,11 @@ class _EscapingFormatter(logging.Formatter):
 
 
 class _ConsoleHandler(logging.Handler):
+    prefix = ""
+
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            tqdm.write(self.format(record))
+            tqdm.write("\n".join(self.prefix + line for line in self.format(record).split("\n")))
             sys.stdout.flush()  # a pipe or a file would buffer the line
         except OSError:  # a closed pipe or a full disk must not end the run; train.log has the lines
             redirect_to_devnull(sys.stdout)

@@ -1,6 +1,7 @@
 """The typed config of a training run, and the defaults of the optimizer. Does not import torch."""
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,12 @@ class SweepJob:
     number: int
     settings: str
     """The settings that differ between the runs of the sweep, such as "model.num_heads=4"."""
+
+    @property
+    def run_dir(self) -> Path:
+        """The same whenever the sweep is resumed."""
+        settings = re.sub(r"[^\w.,-]+", "_", self.settings)[:80]
+        return self.sweep_dir / f"{self.number:02d}_{settings}"
 
 
 @dataclass(frozen=True)

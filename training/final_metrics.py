@@ -33,6 +33,9 @@ FINAL_METRICS = {
     "val_bits_per_byte": FinalMetric(lambda best, training: best.validation["bits_per_byte"], "bits per byte"),
 }
 
+OBJECTIVE = "val_bits_per_byte"
+"""The metric that sweeps compare runs by: the lowest is the best."""
+
 
 def compute_final_metrics(best: Checkpoint, training: MetricsLogger) -> dict[str, float]:
     """The values of FINAL_METRICS for a run with this best checkpoint."""

@@ -1,5 +1,6 @@
 """Finds the run to resume, and says which of its settings cannot change. configs/saved_config.py reads them."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from system.checks import short_repr
 from system.errors import UserError
 from training.config import RunConfig
 from training.ranks import published_run_dir
-from training.run_dir import is_locked
+from training.run_dir import SWEEP_FILE, is_locked
 
 # Weights, optimizer state and the order of batches depend on these. The text may be in another file with the same
 # content, which training/initial_state.py compares.
@@ -20,13 +21,15 @@ BOUNDS = ("budget", "trainer.max_steps", "trainer.max_epochs", "trainer.max_time
 def find_resumable_run(choice: str, runs_dir: Path) -> tuple[Path, Path | None]:
     """Returns the directory of the run to resume, and its checkpoint if it has one.
 
+    A sweep is not a run: configs/sweep.py resumes those.
+
     Args:
         choice: a run directory, a checkpoint in it, or "true" for the newest unfinished run below `runs_dir`.
 
     Raises:
         UserError: there is no such run.
     """
-    path = published_run_dir() or (_newest_unfinished(runs_dir) if choice == "true" else Path(choice).absolute())
+    path = published_run_dir() or (newest_unfinished(runs_dir) if choice == "true" else Path(choice).absolute())
     if path.suffix == ".ckpt" and path.is_file():
         return path.parents[1], path
     if not (path / "config.yaml").is_file():
@@ -40,19 +43,38 @@ def _checkpoint_in(run_dir: Path) -> Path | None:
     return next((checkpoint for checkpoint in found if checkpoint.is_file()), None)
 
 
-def _newest_unfinished(runs_dir: Path) -> Path:
-    found = [
+def newest_unfinished(runs_dir: Path) -> Path:
+    """The directory of the newest unfinished run or sweep. Raises UserError if there is none."""
+    sweeps = [path.parent.absolute() for path in runs_dir.glob(f"**/{SWEEP_FILE}") if not _is_finished_sweep(path)]
+    found = [sweep for sweep in sweeps if not is_locked(sweep)]
+    found += [
         path.parent.absolute()
         for path in runs_dir.glob("**/config.yaml")
-        if not (path.parent / "summary.json").exists() and not is_locked(path.parent)
+        if not (path.parent / "summary.json").exists()
+        and path.parent.parent.absolute() not in sweeps
+        and not is_locked(path.parent)
     ]
     if not found:
         raise UserError(
             f"resume=true: all runs below {str(runs_dir)!r} are finished or in use. Start one with: python train.py, "
             "or extend a finished one: resume=RUN_DIR with a larger trainer.max_steps or budget."
         )
-    # Prefers runs with a checkpoint: one that failed before its first checkpoint would fail again.
-    return max(found, key=lambda path: (bool(_checkpoint_in(path)), (path / "config.yaml").stat().st_mtime_ns))
+    return max(found, key=_priority)
+
+
+def _priority(path: Path) -> tuple[bool, int]:
+    """By age. Prefers runs with a checkpoint: one that failed before its first checkpoint would fail again."""
+    if (path / SWEEP_FILE).is_file():
+        return True, max(file.stat().st_mtime_ns for file in (path / SWEEP_FILE, *path.glob("*/config.yaml")))
+    return bool(_checkpoint_in(path)), (path / "config.yaml").stat().st_mtime_ns
+
+
+def _is_finished_sweep(record: Path) -> bool:
+    """Whether every run of a sweep has had its turn; also for a damaged record, which cannot be resumed."""
+    try:
+        return json.loads(record.read_text(encoding="utf-8"))["finished"] is not False
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return True
 
 
 def check_unfinished(run_dir: Path, get: Callable[[str], Any], changes: list[str]) -> None:

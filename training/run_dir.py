@@ -1,7 +1,6 @@
 """The directory of a run: config.yaml, train.log, checkpoints/, logs, summary.json. No two runs share one."""
 
 import os
-import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
@@ -23,6 +22,9 @@ from system.process import python_command
 from training.config import RunConfig
 from training.ranks import is_first, publish_run_dir, published_run_dir
 
+SWEEP_FILE = "sweep.json"
+"""In the directory of a sweep: its command line, and whether it is finished."""
+
 
 def new_run_dir(config: RunConfig) -> Path:
     """Creates the directory of this run, below `runs_dir` or the directory of its sweep.
@@ -32,8 +34,7 @@ def new_run_dir(config: RunConfig) -> Path:
     if published := published_run_dir():
         return published
     if job := config.sweep_job:
-        settings = re.sub(r"[^\w.,-]+", "_", job.settings)[:80]
-        return make_new_dir(job.sweep_dir, f"{job.number:02d}_{settings}")
+        return make_new_dir(job.run_dir.parent, job.run_dir.name)
     return make_new_dir(Path(config.runs_dir).absolute(), timestamp())
 
 
@@ -142,5 +143,6 @@ def tensorboard_command(logdir: Path) -> str:
 
 
 def resume_command(run_dir: Path) -> str:
-    """The command that resumes the run."""
-    return f"{python_command()} train.py resume={shlex.quote(str(relative(run_dir)))}"
+    """The command that resumes the run, and with it its sweep."""
+    directory = run_dir.parent if (run_dir.parent / SWEEP_FILE).is_file() else run_dir
+    return f"{python_command()} train.py resume={shlex.quote(str(relative(directory)))}"

@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 
+from system.log import shares_terminal
 from system.running_clock import running_seconds
 from training.callbacks.metrics_logger import MetricsLogger
 from training.progress import run_progress
@@ -37,7 +38,7 @@ class RunProgressBar(ProgressBar):
         """Shows the empty bar."""
         self._started = self._shown = running_seconds()
         self._done_before, self._tokens_before = run_progress(trainer), self._metrics.tokens  # of a resumed run
-        if self._enabled and trainer.is_global_zero and sys.stderr.isatty():
+        if self._enabled and trainer.is_global_zero and sys.stderr.isatty() and not shares_terminal():
             self._bar = tqdm(total=1.0, bar_format="{percentage:3.0f}%|{bar}| {desc}", leave=False, dynamic_ncols=True)
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args) -> None:
