@@ -31,6 +31,7 @@ from system.files import expand_user, relative
 from system.log import share_terminal
 from system.process import python_command
 from system.streams import print_error, print_note, use_utf8
+from system.text import pluralize
 from training.ranks import is_duplicate_error, launcher
 from training.resume import newest_unfinished
 from training.run_dir import SWEEP_FILE, lock_run_dir, remove
@@ -121,7 +122,7 @@ class Sweep:
         elif self.interrupted:
             done = sum(bool(result.summary) for result in self.results)
             print_note(
-                f"the sweep was interrupted after {done} finished runs; resume with: {python_command()} train.py "
+                f"the sweep was interrupted after {pluralize(done, 'finished run')}; resume with: {python_command()} train.py "
                 f"resume={relative(self._directory)}"
             )
         else:
