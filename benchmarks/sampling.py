@@ -40,7 +40,7 @@ from model.kernels.onednn import has_onednn, onednn_is_faster, onednn_linear
 from model.layers import Linear
 from sampling.config import SamplingConfig
 from sampling.decoder import Decoder
-from sampling.fast_copy import packed, small_matrix
+from sampling.fast_copy import max_mv_numel, packed_linear_function
 from sampling.kv_cache import BatchedKVCache, KVCache
 from sampling.sampler import generate_batch
 from sampling.text import CompletionStream
@@ -60,7 +60,7 @@ def products(network: GPT, samples: int) -> dict[str, Callable[[], None]]:
     if has_onednn():
         ways["oneDNN"] = [partial(onednn_linear, weight=layer.weight) for layer in layers]
     if onednn_is_faster():
-        ways["oneDNN, laid out"] = [packed(layer, small_matrix(network)) for layer in layers]
+        ways["oneDNN, laid out"] = [packed_linear_function(layer, max_mv_numel(network)) for layer in layers]
     shape = [samples] if samples > 1 else []  # a single token's vector has one dimension, as in the decoder
     columns = [torch.randn(*shape, layer.in_features) for layer in layers]
 

@@ -1,4 +1,4 @@
-"""The same network around the same weights, made for decoding: as fast as it gets without gradients."""
+"""A copy of a network for inference, which shares its weights and calls them with less overhead."""
 
 import copy
 from collections.abc import Callable
@@ -11,74 +11,81 @@ from torch import Tensor, nn
 from model.kernels import enabled, onednn
 from model.layers import Dropout, Linear, RMSNorm
 
-
-def pack(weight: Tensor) -> Tensor:
-    """W (O, I) in the layout oneDNN multiplies by fastest, for `packed_product` alone."""
-    rows = 64  # as many as the layout is chosen for; it is as fast for one, where one of its own would not be
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
-
-
-def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b without gradients: x (..., I), `packed` made of W (O, I) -> (..., O), float32."""
-    return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
+# torch.mv multiplies a vector faster than oneDNN, which has an overhead of 10 us per call, if the matrix has at
+# most this many numbers. The limit depends on whether all matrices of the network fit into the processor's cache.
+MAX_MV_NUMEL_CACHED, MAX_MV_NUMEL_UNCACHED = 3 << 17, 1 << 17
+PROCESSOR_CACHE_NUMEL = 1 << 23  # float32 numbers in 32 MB
 
 
-# One vector through a matrix of at most so many numbers is faster in PyTorch's own product, since oneDNN takes 10 us to
-# start: if all matrices of the network fit into the processor's cache, and if they come from memory each time.
-SMALL, SMALL_FROM_MEMORY = 3 << 17, 1 << 17
-CACHE = 1 << 23  # numbers: 32 MB
+def pack_weight(weight: Tensor) -> Tensor:
+    """Copies a weight (O, I) to oneDNN's blocked layout, for `packed_linear`."""
+    batch_size = 64  # the layout for this batch size is as fast for 1, while the layout for 1 is slow for others
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), batch_size)
 
 
-def packed(linear: nn.Linear, small: int) -> Callable[[Tensor], Tensor]:
-    """The layer as a function without gradients, its matrix copied into the layout that oneDNN reads fastest.
+def packed_linear(x: Tensor, packed_weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b in float32 without gradients: x (..., I), packed W (O, I) -> (..., O)."""
+    return torch.ops.mkldnn._linear_pointwise.default(x, packed_weight, bias, "none", [], "")
+
+
+def packed_linear_function(linear: nn.Linear, max_mv_numel: int) -> Callable[[Tensor], Tensor]:
+    """Returns a linear layer as a function without gradients, with a packed copy of its weight.
 
     Args:
-        small: up to so many numbers, a single vector (in_features,) goes through PyTorch's own product.
+        max_mv_numel: for a weight of at most this many numbers, a single vector is multiplied with torch.mv.
     """
-    weight, bias, layout = linear.weight.detach(), linear.bias, pack(linear.weight)
-    if weight.numel() > small:
-        return lambda x: packed_product(x, layout, bias)
-    columns = weight.t().contiguous().t()  # the same, but columns lie in one piece: a sixth faster
+    weight, bias, packed_weight = linear.weight.detach(), linear.bias, pack_weight(linear.weight)
+    if weight.numel() > max_mv_numel:
+        return lambda x: packed_linear(x, packed_weight, bias)
+    column_major = weight.t().contiguous().t()  # makes torch.mv a sixth faster
 
-    def product(x: Tensor) -> Tensor:
+    def linear_function(x: Tensor) -> Tensor:
         """x W^T + b: (..., in_features) -> (..., out_features)."""
         if x.ndim > 1:
-            return packed_product(x, layout, bias)
-        return torch.mv(columns, x) if bias is None else torch.addmv(bias, columns, x)
+            return packed_linear(x, packed_weight, bias)
+        return torch.mv(column_major, x) if bias is None else torch.addmv(bias, column_major, x)
 
-    return product
+    return linear_function
 
 
-def small_matrix(network: nn.Module) -> int:
-    """Numbers in a matrix up to which `packed` should call it small, in this network."""
-    numbers = sum(layer.weight.numel() for layer in network.modules() if isinstance(layer, Linear))
-    return SMALL if numbers <= CACHE else SMALL_FROM_MEMORY
+def max_mv_numel(network: nn.Module) -> int:
+    """Returns the largest weight, in numbers, for which torch.mv is faster in this network."""
+    numel = sum(layer.weight.numel() for layer in network.modules() if isinstance(layer, Linear))
+    return MAX_MV_NUMEL_CACHED if numel <= PROCESSOR_CACHE_NUMEL else MAX_MV_NUMEL_UNCACHED
 
 
 @torch.no_grad()
 def inference_copy(network: nn.Module) -> nn.Module:
-    """The same network around the same weights, in evaluation mode, as fast as it gets without gradients.
+    """Returns a copy of the network in evaluation mode, with the same weights, for use without gradients.
 
-    Its layers are plain functions: calling a module takes longer than a small layer's work.
-    The original stays as it is. Its weights must not change while the copy is in use.
+    Its layers are plain functions, because calling a module takes longer than computing a small layer.
+    The original is unchanged. Its weights must not change while the copy is in use.
     """
-    shared = {id(tensor): tensor for tensor in (*network.parameters(), *network.buffers())}
-    network = copy.deepcopy(network, shared).eval()
-    small = small_matrix(network)
+    mv_numel = max_mv_numel(network)
+    network = _copy_modules(network).eval()
     for parent in list(network.modules()):
         for name, layer in list(parent.named_children()):
-            function = plain_function(layer, small)
+            function = layer_function(layer, mv_numel)
             if function is not None:
-                delattr(parent, name)  # a module's place takes no plain function
+                delattr(parent, name)  # nn.Module does not allow replacing a submodule by a function
                 setattr(parent, name, function)
     return network
 
 
-def plain_function(layer: nn.Module, small: int) -> Callable[[Tensor], Tensor] | None:
-    """What a layer computes in evaluation mode, as a function. None for a module made of others, or not of ours."""
+def _copy_modules(module: nn.Module) -> nn.Module:
+    """Copies a module and its submodules, but shares everything else. copy.deepcopy takes several times as long."""
+    module = copy.copy(module)
+    module._modules = {
+        name: child if child is None else _copy_modules(child) for name, child in module._modules.items()
+    }
+    return module
+
+
+def layer_function(layer: nn.Module, mv_numel: int) -> Callable[[Tensor], Tensor] | None:
+    """Returns a layer in evaluation mode as a function, or None for a module without such a function."""
     if type(layer) is Linear:
         if enabled(layer.weight) and onednn.onednn_is_faster():
-            return packed(layer, small)
+            return packed_linear_function(layer, mv_numel)
         return partial(F.linear, weight=layer.weight, bias=layer.bias)
     if type(layer) is nn.LayerNorm:
         shape, weight, bias, eps = layer.normalized_shape, layer.weight, layer.bias, layer.eps
@@ -89,6 +96,6 @@ def plain_function(layer: nn.Module, small: int) -> Callable[[Tensor], Tensor] |
         return lambda x: x
     if type(layer) is nn.Embedding:
         look_up = partial(torch.embedding, layer.weight)
-        look_up.weight = layer.weight  # of positions GPT reads a row
+        look_up.weight = layer.weight  # used by GPT.embed for position embeddings
         return look_up
     return None
