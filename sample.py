@@ -8,6 +8,8 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,20 +89,39 @@ def write_samples(checkpoint: Checkpoint, prompt: str, config: SamplingConfig, a
 
 
 def run_interactive(checkpoint: Checkpoint, config: SamplingConfig, as_json: bool) -> None:
-    """Continues a prompt after the other, each on its own. Ctrl-C stops a text, or at the question the program."""
-    print_note("a prompt a line; Ctrl-C stops a text, Ctrl-D ends")
+    """Reads one prompt per line and continues each. Ctrl-C stops a text, or at the prompt the program."""
+    print_note("one prompt per line; Ctrl-C stops a text, Ctrl-D ends")
+    read_line = line_reader()
     first = 0
-    while True:
-        if sys.stdin.isatty():
-            print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line:
-            return
+    while (line := read_line()) is not None:
         try:
-            write_samples(checkpoint, line.rstrip("\n"), config, as_json, first)
+            write_samples(checkpoint, line, config, as_json, first)
         except KeyboardInterrupt:
             print()
-        first += config.num_samples  # the same prompt again is continued anew
+        first += config.num_samples  # so that the same prompt gets another continuation
+
+
+def line_reader() -> Callable[[], str | None]:
+    """Returns a function that reads a line of standard input; None: there is no more. In a terminal, lines can be
+    edited and recalled with the arrow keys, on platforms with readline."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+
+        def read_plain_line() -> str | None:
+            print("> " * sys.stdin.isatty(), end="", file=sys.stderr, flush=True)
+            return line.rstrip("\n") if (line := sys.stdin.readline()) else None
+
+        return read_plain_line
+    with suppress(ImportError):  # Windows has line editing of its own
+        import readline  # noqa: F401 -- input() uses it
+
+    def read_line() -> str | None:
+        try:
+            return input("> ")
+        except EOFError:
+            print()
+            return None
+
+    return read_line
 
 
 def show_scores(checkpoint: Checkpoint, scores: Scores, as_json: bool) -> None:

@@ -51,7 +51,7 @@ def main(config: InspectConfig) -> None:
 
     maps = torch.cat(network.attention_maps(torch.tensor([ids]))).numpy()  # (L, H, T, T)
     labels = token_labels(tokenizer, ids)
-    print(f"layer {config.layer}, head {config.head}: where token {query}, {labels[query]}, looks")
+    print(f'layer {config.layer}, head {config.head}: where token {query}, "{labels[query]}", looks')
     print(table(maps[config.layer, config.head], labels, query, bars=sys.stdout.isatty()))
     if config.png is not None:
         from analysis.attention_plot import draw_attention, save

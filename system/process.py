@@ -18,6 +18,11 @@ def python_command() -> str:
     return "python" if shutil.which("python") == sys.executable else shlex.quote(str(relative(Path(sys.executable))))
 
 
+def script_path(name: str) -> str:
+    """A script of this project as a shell word, for commands that messages suggest: they work from this directory."""
+    return shlex.quote(str(relative(Path(__file__).resolve().parents[1] / name)))
+
+
 _job_starts: list[float] = []
 
 

@@ -18,7 +18,7 @@ from model.gpt import GPT
 from sampling.config import SamplingConfig
 from sampling.sampler import generate
 from system.files import atomic_write, relative
-from system.process import python_command
+from system.process import python_command, script_path
 from system.running_clock import running_seconds
 from system.text import pluralize
 from system.version import VERSION
@@ -28,6 +28,7 @@ from training.run_dir import resume_command
 from training.setup import Run
 
 PARAMETERS_PER_TOKEN = 1000  # of training text; with more, the network memorizes the text
+OVERFIT_SHARE = 2 / 3  # of the run; a best checkpoint before that is a sign of overfitting
 
 logger = logging.getLogger(__name__)
 
@@ -35,21 +36,22 @@ logger = logging.getLogger(__name__)
 def log_start(run: Run, trainer: Trainer) -> None:
     """Logs what the budget has picked, the text, the network, and a warning if the text is too short."""
     switched_off = "" if kernels.enabled() else "kernels are off: only plain PyTorch operators are used"
-    about = (run.data.describe(), describe(run.network, trainer), short_text_warning(run))
+    network = describe(run.network, trainer, new_weights=run.initial_state is None)
+    about = (run.data.describe(), network, short_text_warning(run))
     for line in (run.budget_summary, switched_off, *about):
         if line:
             logger.info(line)
 
 
-def describe(network: GPT, trainer: Trainer) -> str:
-    """Two lines: the network and the device; and the loss of a uniform guess, to compare with."""
+def describe(network: GPT, trainer: Trainer, new_weights: bool = True) -> str:
+    """Two lines: the network and the device; and the loss of a uniform guess, where training starts."""
     c = network.config
     return (
         f"{network.num_parameters():,} parameters: {pluralize(c.num_layers, 'layer')}, "
         f"{pluralize(c.num_heads, 'head')}, width {c.d_model}, context {c.context_length}; "
         f"on {trainer.strategy.root_device} in {trainer.precision}\n"
-        f"a uniform guess over {c.vocab_size:,} tokens costs {math.log(c.vocab_size):.3f} nats per token: the loss "
-        "starts there"
+        f"a uniform guess over {c.vocab_size:,} tokens costs {math.log(c.vocab_size):.3f} nats per token"
+        + (": the loss starts there" if new_weights else "")
     )
 
 
@@ -96,7 +98,8 @@ def summarize(run: Run, trainer: Trainer, run_dir: Path) -> None:
         file.write((json.dumps(summary, indent=2) + "\n").encode())
     (run_dir / "checkpoints" / "previous.ckpt").unlink(missing_ok=True)
     hints = [log.view_hint() for log in trainer.loggers]
-    logger.info(final_report(summary, text, run_dir, best.network.config.vocab_size, hints))
+    vocab_size, prompt = best.network.config.vocab_size, suggested_prompt(run)
+    logger.info(final_report(summary, text, run_dir, vocab_size, prompt, hints))
 
 
 def run_statistics(run: Run, trainer: Trainer, best: Checkpoint, run_dir: Path) -> dict[str, Any]:
@@ -120,7 +123,18 @@ def run_statistics(run: Run, trainer: Trainer, best: Checkpoint, run_dir: Path) 
     }
 
 
-def final_report(summary: dict[str, Any], text: str, run_dir: Path, vocab_size: int, hints: Iterable[str] = ()) -> str:
+def suggested_prompt(run: Run) -> str:
+    """The start of a line: of Hamlet's for the embedded text, else the first suitable one of the validation text."""
+    if run.config.data.corpus in (None, "shakespeare"):
+        return "To be, or not"
+    _, *lines = next(run.data.corpus.val.read(1 << 16)).split("\n")  # the first line may be incomplete
+    starts = (" ".join(line.split()[:4]) for line in lines)
+    return next((start for start in starts if start and start.isprintable() and len(start) <= 40), "")
+
+
+def final_report(
+    summary: dict[str, Any], text: str, run_dir: Path, vocab_size: int, prompt: str, hints: Iterable[str] = ()
+) -> str:
     """The last lines of a run: results, a sample from the best checkpoint, and commands to try next."""
     checkpoint = shlex.quote(str(relative(run_dir)))
     lines = [line for line in text.split("\n") if line.strip()]
@@ -129,13 +143,24 @@ def final_report(summary: dict[str, Any], text: str, run_dir: Path, vocab_size: 
     return (
         f"\nbest checkpoint, step {summary['best_step']:,} of {summary['steps']:,}: validation "
         f"{summary['val_nats_per_token']:.3f} nats per token, {summary['val_bits_per_byte']:.3f} bits per byte{cut}\n"
+        + _overfitting(summary["best_step"], summary["steps"])
         + _uniform_or_worse(summary["val_nats_per_token"], summary["val_bits_per_byte"], vocab_size)
         + f"{summary['seconds']:.0f} seconds in all, "
         f"{summary['tokens_per_second']:,.0f} tokens per second in training\n"
         f"run directory: {relative(run_dir)}\n\n"
         + "\n".join(f"    {line}" for line in lines[:5])
-        + f"\n\ngenerate more text:      {python_command()} sample.py checkpoint={checkpoint} prompt='To be, or not'\n"
-        + "\n".join(hint for hint in hints if hint)
+        + f"\n\ngenerate more text:      {python_command()} {script_path('sample.py')} checkpoint={checkpoint} "
+        f"prompt={shlex.quote(prompt)}\n" + "\n".join(hint for hint in hints if hint)
+    )
+
+
+def _overfitting(best_step: int, steps: int) -> str:
+    """A hint if the validation loss was lowest long before the end; otherwise empty."""
+    if best_step >= OVERFIT_SHARE * steps:
+        return ""
+    return (
+        "overfitting: the validation loss did not improve after that step. Use a longer text, a smaller network, "
+        "model.dropout=0.2, or fewer steps.\n"
     )
 
 

@@ -299,6 +299,6 @@ def test_command_writes_table_picture_and_page(tiny_run, tmp_path, clean_environ
     done = subprocess.run(
         command, cwd=PROJECT, env=clean_environment, capture_output=True, encoding="utf-8", check=True
     )
-    assert done.stdout.startswith("layer 0, head 0: where token 15")
+    assert done.stdout.startswith('layer 0, head 0: where token 15, "')
     assert (tmp_path / "maps.png").stat().st_size > 1000
     assert "<script>alert" not in (tmp_path / "page.html").read_text(encoding="utf-8")

@@ -1,6 +1,7 @@
 """Sampling says what it loaded and writes on from any prompt; what it draws from is what others draw from."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -404,3 +405,36 @@ def test_checkpoint_cut_short_is_refused(best, tmp_path):
     (tmp_path / "short.ckpt").write_bytes(best.read_bytes()[:-1000])
     with pytest.raises(UserError, match="damaged"):
         load_checkpoint(tmp_path / "short.ckpt")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_interactive_recalls_the_last_line_with_the_up_key(clean_environment, tiny_run):
+    pytest.importorskip("readline")
+    import pty
+
+    ours, theirs = pty.openpty()
+    arguments = (f"checkpoint={tiny_run.path}", "mode=interactive", "max_new_tokens=1", "temperature=0")
+    command = [sys.executable, str(Path(__file__).resolve().parents[2] / "sample.py"), *arguments]
+    environment = clean_environment | {"TERM": "xterm"}
+    process = subprocess.Popen(command, env=environment, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL)
+    os.close(theirs)
+    try:
+        shown = read_until(ours, b"> ")
+        os.write(ours, b"The king\r")
+        shown += read_until(ours, b"> ")
+        os.write(ours, b"\x1b[A\r")  # Up
+        shown = read_until(ours, b"> ")
+        os.write(ours, b"\x04")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        os.close(ours)
+    assert b"^[[A" not in shown and shown.count(b"The king") == 2  # as typed, and continued
+
+
+def read_until(terminal: int, end: bytes) -> bytes:
+    """What a terminal shows until it ends with this."""
+    shown = b""
+    while not shown.endswith(end):
+        shown += os.read(terminal, 1024)
+    return shown

@@ -135,11 +135,11 @@ def test_checkpoint_no_better_than_guessing_is_called_that(tmp_path, nats, bits,
     summary = {"best_step": 1, "steps": 2, "seconds": 3.0, "tokens_per_second": 4.0}
     summary |= {"val_tokens": 9, "val_tokens_in_split": 9}
     figures = {"val_nats_per_token": nats, "val_bits_per_byte": bits}
-    told = final_report(summary | figures, "text", tmp_path, vocab_size=300)
+    told = final_report(summary | figures, "text", tmp_path, vocab_size=300, prompt="To be")
     assert f"warning: no better than a uniform guess {said}" in told
     assert "learned nothing that helps" in told and "Train longer" in told
     figures = {"val_nats_per_token": 5.0, "val_bits_per_byte": 7.9}
-    assert "warning" not in final_report(summary | figures, "text", tmp_path, vocab_size=300)
+    assert "warning" not in final_report(summary | figures, "text", tmp_path, vocab_size=300, prompt="To be")
 
 
 def test_printed_commands_name_the_run(tiny_run):
