@@ -1,4 +1,4 @@
-"""Writes text with a trained GPT:  python sample.py prompt="To be, or not"      the keys: configs/sample.yaml"""
+"""Generates text with a trained GPT:  python sample.py prompt="To be, or not"      (keys: configs/sample.yaml)"""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:  # torch is imported after what can be refused without it
     from checkpoint.checkpoint import Checkpoint
     from sampling.text import Scores
 
-# Foreground colours (xterm's 256), from a token that was expected to one that was not, and the bits from which on.
+# Foreground colors (xterm's 256), from a token that was expected to one that was not, and the bits from which on.
 COLORS = ((0, 244), (1, 71), (3, 178), (6, 208), (9, 196))
 
 
 def main(config: SampleConfig) -> None:
-    """Loads a checkpoint, says which, and lets it write or read. Raises UserError for what the user can mend."""
+    """Loads a checkpoint and generates or scores text with it. Raises UserError."""
     prompt = read_prompt(config.prompt, config.prompt_file)
     check_settings(config, prompt)
 
@@ -131,7 +131,7 @@ def show_scores(checkpoint: Checkpoint, scores: Scores, as_json: bool) -> None:
         return
     if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
         print(colored(checkpoint, scores))
-        legend = "  ".join(f"\033[38;5;{colour}m{bits} bits or more\033[0m" for bits, colour in COLORS)
+        legend = "  ".join(f"\033[38;5;{color}m{bits} bits or more\033[0m" for bits, color in COLORS)
         print(f"\neach token by its surprise: {legend}")
     nats = -sum(scores.logprobs) / len(scores.tokens)
     print(f"{scores.bytes:,} bytes, {len(scores.tokens):,} tokens: {scores.bits_per_byte:.3f} bits per byte, "
@@ -139,13 +139,13 @@ def show_scores(checkpoint: Checkpoint, scores: Scores, as_json: bool) -> None:
 
 
 def colored(checkpoint: Checkpoint, scores: Scores) -> str:
-    """The scored text with a terminal's colours; a character of several tokens has the colour of its last."""
+    """The scored text with a terminal's colors; a character of several tokens has the color of its last."""
     from data.tokenizer import StreamingDetokenizer
 
     decoder, pieces = StreamingDetokenizer(checkpoint.tokenizer), []
     for token, logprob in zip(scores.tokens, scores.logprobs, strict=True):
-        colour = max(colour for colour in COLORS if colour[0] <= -logprob / math.log(2))[1]
-        pieces.append(f"\033[38;5;{colour}m{for_terminal(decoder.push(token))}")
+        color = max(color for color in COLORS if color[0] <= -logprob / math.log(2))[1]
+        pieces.append(f"\033[38;5;{color}m{for_terminal(decoder.push(token))}")
     return "".join(pieces) + "\033[0m"
 
 

@@ -1,6 +1,6 @@
 """Attention weights as a page: one file that any browser opens, without a network.
 
-The page itself is analysis/attention_html.html; here its colours and its data are put in.
+The page itself is analysis/attention_html.html; here its colors and its data are put in.
 """
 
 import base64
@@ -18,7 +18,7 @@ TEMPLATE = Path(__file__).with_suffix(".html")
 def attention_page(maps: np.ndarray, labels: list[str], about: str, chosen: tuple[int, int, int]) -> str:
     """The page's HTML.
 
-    A weight takes one byte, the row of its colour: what shows is within 0.004 of the weight. Only the lower
+    A weight takes one byte, the row of its color: what shows is within 0.004 of the weight. Only the lower
     triangle of a map is stored, so L x H maps of T tokens take about 2/3 * L * H * T^2 bytes.
 
     Args:

@@ -1,4 +1,4 @@
-"""Attention weights and head scores as pictures: layers x heads as small multiples, on one colour scale.
+"""Attention weights and head scores as pictures: layers x heads as small multiples, on one color scale.
 
 Drawn straight into pixels: a picture is due at every validation, and a plotting library would take longer than
 the validation itself. Only its font is borrowed; characters it lacks come from a font of the system.
@@ -112,7 +112,7 @@ def draw_head_scores(scores: dict[str, np.ndarray], tops: dict[str, float], titl
 
     Args:
         scores: by name, (L, H) each.
-        tops: by name, the value that gets the full colour.
+        tops: by name, the value that gets the full color.
         title: one line above.
 
     Returns:
@@ -130,7 +130,7 @@ def draw_head_scores(scores: dict[str, np.ndarray], tops: dict[str, float], titl
     for index, (name, table) in enumerate(scores.items()):
         x = left + index * block
         write(x, top - line - 2, name, INK)
-        rows = (255 * np.clip(table / tops[name], 0, 1)).round().astype(int)  # even numbers, even steps of colour
+        rows = (255 * np.clip(table / tops[name], 0, 1)).round().astype(int)  # even numbers, even steps of color
         for layer in range(num_layers):
             if index == 0:
                 write(6, top + layer * cell_y + 8, f"layer {layer}", FAINT_INK)
@@ -201,13 +201,13 @@ def _drawable(text: str) -> str:
     """Characters that no font has by their number, as Python writes it: better than a box for all of them."""
     for char in text:
         if _font_of(char) is None and char.isalpha():
-            _say_what_to_install("fonts-noto-cjk" if unicodedata.east_asian_width(char) in "WF" else "fonts-noto-core")
+            _warn_missing_font("fonts-noto-cjk" if unicodedata.east_asian_width(char) in "WF" else "fonts-noto-core")
     text = "".join(char if _font_of(char) else char.encode("unicode_escape").decode() for char in text)
     return re.sub("(?<=[↵→])(?=[↵→])", " ", text)  # arrows fill their place: two would become one line
 
 
 @cache  # once
-def _say_what_to_install(package: str) -> None:
+def _warn_missing_font(package: str) -> None:
     logger.warning(
         "labels of the attention maps show some characters by their numbers: no installed font has them. Install one, "
         "for example on Debian: apt-get install %s",

@@ -1,4 +1,4 @@
-"""The project's colours, defined once: for attention pictures in files and TensorBoard, for the page and for curves."""
+"""The project's colors, defined once: for attention pictures in files and TensorBoard, for the page and for curves."""
 
 import numpy as np
 
@@ -31,8 +31,8 @@ def color_rows(weights: np.ndarray) -> np.ndarray:
 
 
 def line_styles(count: int) -> list[dict[str, str]]:
-    """How up to four curves differ, as matplotlib takes it: colours of the scale from strong to faint, each brighter
-    than the last; and, for whoever sees no difference in colours, markers and dashes."""
+    """How up to four curves differ, as matplotlib takes it: colors of the scale from strong to faint, each brighter
+    than the last; and, for whoever sees no difference in colors, markers and dashes."""
     rows = np.linspace(255, 0, count).round().astype(int)
     return [
         {"color": f"#{bytes(SCALE[row, :3]).hex()}", "marker": marker, "linestyle": dashes}

@@ -1,4 +1,4 @@
-"""What the commands of this room are asked for: configs/see.yaml and configs/lessons.yaml have the values."""
+"""Configs of the programs in this folder. configs/see.yaml and configs/lessons.yaml have the defaults."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class InspectConfig:
     """Those that the command line gives, or a file that it chooses gives another value than the default."""
 
     def __post_init__(self):
-        """Refuses what cannot work. Raises UserError."""
+        """Validates the fields. Raises UserError."""
         if not self.untrained and any(key.startswith("model.") for key in self.explicit_keys):
             raise UserError("A checkpoint brings its own model. Add untrained=true, or leave the model settings out.")
         if self.untrained and self.checkpoint is not None:
@@ -41,7 +41,7 @@ class LessonsConfig:
     num_heads: int
 
     def __post_init__(self):
-        """Refuses what cannot work. Raises UserError."""
+        """Validates the fields. Raises UserError."""
         if not self.lengths or min(self.lengths) < 1:
             raise UserError(f"lengths is {self.lengths}, but must list context lengths of at least 1.")
         for name in ("num_layers", "num_heads"):

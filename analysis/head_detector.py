@@ -17,13 +17,13 @@ def entropy_bits(maps: Tensor) -> Tensor:
 
     Entropy of attention: Vig and Belinkov 2019, arXiv:1906.04284; Clark et al. 2019, arXiv:1906.04341.
     """
-    return _over_queries(-torch.special.xlogy(maps, maps).sum(-1)) / torch.log(torch.tensor(2.0))
+    return _mean_over_queries(-torch.special.xlogy(maps, maps).sum(-1)) / torch.log(torch.tensor(2.0))
 
 
 def mean_distance(maps: Tensor) -> Tensor:
     """How many tokens back a head looks on average: Vig and Belinkov 2019, arXiv:1906.04284."""
     place = torch.arange(maps.size(-1), device=maps.device)
-    return _over_queries((maps * (place[:, None] - place)).sum(-1))  # above the diagonal the weights are 0
+    return _mean_over_queries((maps * (place[:, None] - place)).sum(-1))  # above the diagonal the weights are 0
 
 
 def previous_token_share(maps: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def previous_token_share(maps: Tensor) -> Tensor:
 
 def first_token_share(maps: Tensor) -> Tensor:
     """Share of attention on the first token, an attention sink: Xiao et al. 2023, arXiv:2309.17453."""
-    return _over_queries(maps[..., 0])
+    return _mean_over_queries(maps[..., 0])
 
 
 def induction_share(maps: Tensor) -> Tensor:
@@ -76,6 +76,6 @@ def repeated_sequences(passage: Tensor, context_length: int) -> Tensor:
     return tokens[torch.stack(orders)].repeat(1, 2)
 
 
-def _over_queries(values: Tensor) -> Tensor:
+def _mean_over_queries(values: Tensor) -> Tensor:
     """(L, B, H, T) -> (L, H): the mean over the texts and over all queries but the first."""
     return values[..., 1:].mean((1, -1))

@@ -21,12 +21,12 @@ from system.files import check_suffix, read_prompt
 from system.streams import print_note
 from system.text import pluralize
 
-STRONGEST = 3  # links shown of each token
-BAR = 20  # characters of a weight of 1
+TOP_KEYS = 3  # links shown of each token
+BAR_WIDTH = 20  # characters of a weight of 1
 
 
 def main(config: InspectConfig) -> None:
-    """Loads a network, says which, and shows its attention. Raises UserError for what the user can mend."""
+    """Loads a network, says which, and shows its attention. Raises UserError."""
     check_suffix("png", config.png, ".png")
     check_suffix("html", config.html, ".html")
     text = read_prompt(config.prompt, config.prompt_file)
@@ -120,11 +120,11 @@ def table(weights: np.ndarray, labels: list[str], query: int, bars: bool) -> str
     """
     wide = max(5, *map(_width, labels))
     digits = max(2, len(str(len(labels) - 1)))
-    lines = [f"{'#':>{digits}}  {_padded('token', wide)}  weight  {' ' * (BAR + 2) if bars else ''}looks most at"]
+    lines = [f"{'#':>{digits}}  {_padded('token', wide)}  weight  {' ' * (BAR_WIDTH + 2) if bars else ''}looks most at"]
     for index, label in enumerate(labels):
         weight = weights[query, index]
         bar = f"{_bar(weight)}  " if bars else ""
-        order = np.argsort(-weights[index, : index + 1], kind="stable")[:STRONGEST]
+        order = np.argsort(-weights[index, : index + 1], kind="stable")[:TOP_KEYS]
         links = "  ".join(f"{labels[key]} {weights[index, key]:.3f}" for key in order)
         shown = f"{weight:6.3f}" if index <= query else "      "  # what comes later cannot be seen
         lines.append(f"{index:>{digits}}  {_padded(label, wide)}  {shown}  {bar}{links}")
@@ -132,8 +132,8 @@ def table(weights: np.ndarray, labels: list[str], query: int, bars: bool) -> str
 
 
 def _bar(weight: float) -> str:
-    eighths = round(float(weight) * BAR * 8)
-    return ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8]).ljust(BAR)[:BAR]
+    eighths = round(float(weight) * BAR_WIDTH * 8)
+    return ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8]).ljust(BAR_WIDTH)[:BAR_WIDTH]
 
 
 def _width(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Every default of sampling, once. Needs no torch."""
+"""Config of sampling, with all defaults. Does not import torch."""
 
 import json
 from dataclasses import dataclass
@@ -8,29 +8,30 @@ from system.errors import UserError
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How the next token is drawn."""
+    """How text is sampled."""
 
     max_new_tokens: int = 300
-    """Tokens to write."""
+    """Number of tokens to generate."""
     num_samples: int = 1
-    """Texts to write, each a continuation of the prompt."""
+    """Number of continuations of the prompt."""
     seed: int = 0
-    """The n-th sample depends on the seed and n alone."""
+    """Random seed. The n-th sample depends only on the seed and n."""
     temperature: float = 0.8
-    """Above 1 more daring, below 1 safer; 0 always takes the likeliest token."""
+    """Divides the logits: above 1 the text is more varied, below 1 more predictable. 0: always the likeliest token."""
     top_k: int | None = None
-    """Draw among the k likeliest tokens only. None or 0: among all."""
+    """Sample only from the k likeliest tokens. None or 0: from all."""
     top_p: float | None = None
-    """Draw among the likeliest tokens that together reach this probability only. None or 1: among all."""
+    """Sample only from the likeliest tokens that together reach this probability. None or 1: from all."""
     min_p: float | None = None
-    """Draw among tokens at least this share as likely as the likeliest only. None or 0: among all."""
+    """Sample only from tokens at least this fraction as likely as the likeliest one. None or 0: from all."""
     repetition_penalty: float = 1.0
-    """Above 1, tokens in view become less likely: their logits are divided by this, negative ones multiplied."""
+    """Above 1, tokens already in the context become less likely: positive logits are divided by it, negative ones
+    multiplied."""
     stop: str | None = None
-    """Where this text comes up, writing ends, before it. Several: a JSON list, as in ["\\n\\n", "HAMLET."]."""
+    """Text that ends generation and is not included. For several, a JSON list: ["\\n\\n", "HAMLET."]."""
 
     def __post_init__(self):
-        """Refuses what cannot work. Raises UserError."""
+        """Validates the fields. Raises UserError."""
         for name in ("max_new_tokens", "num_samples"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}, but must be at least 1.")
@@ -88,7 +89,7 @@ class SampleConfig(SamplingConfig):
     FORMATS = ("text", "jsonl")
 
     def __post_init__(self):
-        """Refuses what cannot work. Raises UserError."""
+        """Validates the fields. Raises UserError."""
         super().__post_init__()
         for key, choices in (("mode", self.MODES), ("format", self.FORMATS)):
             if getattr(self, key) not in choices:

@@ -100,7 +100,7 @@ def test_output_to_a_pipe_has_no_bars_and_a_terminal_has(maps):
     assert "█" not in plain and "▏" not in plain
     assert rows_of(re.sub("[█▏▎▍▌▋▊▉]", " ", barred))
     full = see.table(np.eye(2, dtype=np.float32), ["a", "b"], 1, True).splitlines()[2]
-    assert full.count("█") == see.BAR
+    assert full.count("█") == see.BAR_WIDTH
 
 
 def test_a_token_is_found_by_position_or_by_a_piece_of_the_text():
@@ -166,7 +166,7 @@ def test_every_cell_has_the_colour_of_its_weight():
 @pytest.fixture
 def fonts(monkeypatch):
     """fonts(*files) are those of the system from now on."""
-    caches = (attention_plot._font_of, attention_plot._say_what_to_install, attention_plot._strip)
+    caches = (attention_plot._font_of, attention_plot._warn_missing_font, attention_plot._strip)
 
     def installed(*files):
         monkeypatch.setattr(attention_plot, "_system_fonts", lambda: tuple(map(str, files)))
