@@ -27,14 +27,13 @@ from configs.defaults import default_config
 from configs.error_lines import error_line, format_hydra_error
 from configs.saved_config import escape_interpolation
 from system.errors import UserError
-from system.files import expand_user, relative
+from system.files import expand_user
 from system.log import share_terminal
-from system.process import python_command
 from system.streams import print_error, print_note, use_utf8
 from system.text import pluralize
 from training.ranks import is_duplicate_error, launcher
 from training.resume import newest_unfinished
-from training.run_dir import SWEEP_FILE, lock_run_dir, remove
+from training.run_dir import SWEEP_FILE, lock_run_dir, remove, resume_command
 from training.sweep import JobResult, recorded_arguments, report, save_record
 
 BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
@@ -122,8 +121,8 @@ class Sweep:
         elif self.interrupted:
             done = sum(bool(result.summary) for result in self.results)
             print_note(
-                f"the sweep was interrupted after {pluralize(done, 'finished run')}; resume with: {python_command()} train.py "
-                f"resume={relative(self._directory)}"
+                f"the sweep was interrupted after {pluralize(done, 'finished run')}; resume with: "
+                f"{resume_command(self._directory / 'any run')}"
             )
         else:
             save_record(self._directory, self._arguments, finished=True)
@@ -207,8 +206,7 @@ class SweepLauncher:
                 sys.exit(128 + received[0])
             raise UserError(
                 "a process of the sweep was ended from outside, for example because memory ran out. Use a smaller "
-                f"hydra.launcher.n_jobs, and resume with: {python_command()} train.py "
-                f"resume={relative(self._sweep._directory)}"
+                f"hydra.launcher.n_jobs, and resume with: {resume_command(self._sweep._directory / 'any run')}"
             ) from error
         finally:
             for number, handler in before.items():
