@@ -1,11 +1,15 @@
-"""What Lightning costs: a step inside train.py's Trainer, beside a hand-written loop of the same step.
+"""Overhead of Lightning: the time of a step in train.py's Trainer, relative to the same step in a plain PyTorch loop.
 
     python -m benchmarks.lightning_overhead [key=value ...]      the keys: configs/train.yaml
+    python -m benchmarks.lightning_overhead shortcuts=true       what each entry of SHORTCUTS saves
 
-For the default run, and for a small network, whose step is so short that what Lightning adds to any step shows.
-Both sides train the same network on the same batches with the same optimiser and learning rates; Lightning's has
-the default callbacks and logging on. They take turns, a round each, and every round starts from the same weights.
-Times are of the steps alone, on the CPU: no validation, no start-up. The last line is JSON.
+For the default run, and for a small network with a short step, where the overhead is a larger part. Both sides train
+the same network on the same batches with the same optimizer and learning rates; Lightning has its default callbacks
+and logging. They alternate, one round each, and every round starts from the same weights. Times exclude validation
+and startup, and are on the CPU. The last line is JSON.
+
+`shortcuts=true` switches off one shortcut of training/lightning_overhead.py at a time. Rounds of the default run with
+and without it alternate; the figures are medians over all pairs of neighboring rounds.
 """
 
 import gc
@@ -13,6 +17,7 @@ import json
 import statistics
 import tempfile
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +33,7 @@ from system.text import pluralize
 from training.callbacks.graceful_stop import GracefulStop
 from training.config import RunConfig
 from training.datamodule import TextDataModule
+from training.lightning_overhead import SHORTCUTS, without
 from training.lr_scheduler import warmup_stable_decay
 from training.optim import build_optimizer
 from training.trainer import resolve_trainer_options
@@ -37,7 +43,7 @@ WARMUP_STEPS, ROUNDS = 20, 15
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained, for how many steps a round, and how much longer Lightning's step may take."""
+    """A network, the steps per round, and the largest promised ratio of step times."""
 
     name: str
     settings: tuple[str, ...]
@@ -50,7 +56,7 @@ MODELS = (Model("default", (), 75, 1.03), Model("small", SMALL, 300, 1.12))
 
 
 def by_hand(config: RunConfig, data: TextDataModule, steps: int) -> float:
-    """Milliseconds a step of a plain PyTorch loop."""
+    """Milliseconds per step of a plain PyTorch loop."""
     network, schedule = new_network(config, data), config.optimizer
     optimizer = build_optimizer(network, schedule)
     peaks = [group["lr"] for group in optimizer.param_groups]
@@ -87,7 +93,7 @@ class Stopwatch(Callback):
 
 
 def by_lightning(config: RunConfig, data: TextDataModule, steps: int, run_dir: Path) -> float:
-    """Milliseconds a step of the Trainer of train.py."""
+    """Milliseconds per step of train.py's Trainer."""
     stopwatch = Stopwatch()
     train(
         config,
@@ -102,7 +108,7 @@ def by_lightning(config: RunConfig, data: TextDataModule, steps: int, run_dir: P
 
 
 def measure(model: Model, overrides: list[str]) -> dict[str, float]:
-    """Prints a line a round and the median ratio."""
+    """Prints one line per round, and the median ratio."""
     config = compose("train", [*model.settings, *overrides])
     data, rounds = prepared_text(config), []
     print(f"{model.name:>8} {'by hand, ms':>12} {'Lightning, ms':>14} {'ratio':>7}")
@@ -121,13 +127,39 @@ def measure(model: Model, overrides: list[str]) -> dict[str, float]:
     return {"hand_ms": round(hand_ms, 3), "lightning_ms": round(lightning_ms, 3), "ratio": round(ratio, 4)}
 
 
-def main(overrides: list[str]) -> None:
-    """Measures both models, and prints one JSON line."""
-    compose("train", overrides)  # refuses what cannot be set
+def measure_shortcuts(overrides: list[str]) -> dict[str, dict[str, float]]:
+    """Prints what each shortcut saves per default step, one line each."""
+    model, config = MODELS[0], compose("train", overrides)
+    data, results = prepared_text(config), {}
+    print(f"{'without':28} {'step, ms':>9} {'saves, us':>10} {'without/with':>13}")
+    with tempfile.TemporaryDirectory() as folder:
+        for name in SHORTCUTS:
+            pairs = []
+            for number in range(ROUNDS):
+                ms = [0.0, 0.0]
+                for side in (number % 2, 1 - number % 2):  # each side is first in half of the pairs
+                    with without(name) if side else nullcontext():
+                        ms[side] = by_lightning(config, data, model.steps, Path(folder) / f"{name}-{number}-{side}")
+                pairs.append(ms)
+            step_ms = statistics.median(with_ for with_, _ in pairs)
+            saved_us = 1000 * statistics.median(without_ - with_ for with_, without_ in pairs)
+            ratio = statistics.median(without_ / with_ for with_, without_ in pairs)
+            results[name] = {"step_ms": round(step_ms, 3), "saves_us": round(saved_us, 1), "ratio": round(ratio, 4)}
+            print(f"{name:28} {step_ms:9.2f} {saved_us:10.0f} {ratio:13.4f}", flush=True)
+    return results
+
+
+def main(arguments: list[str]) -> None:
+    """Measures both models, or all shortcuts, and prints one JSON line."""
+    overrides = [argument for argument in arguments if argument not in ("shortcuts=true", "shortcuts=false")]
+    compose("train", overrides)  # raises for invalid settings
     gc.freeze()  # as train.py does after its imports: system/deferred_imports.py
-    print(f"on the CPU, {pluralize(torch.get_num_threads(), 'thread')}")
+    print(f"on {machine()}\n{pluralize(torch.get_num_threads(), 'thread')}")
     with GracefulStop():  # train.py's Trainer takes the signals over
-        results = {model.name: measure(model, overrides) for model in MODELS}
+        if "shortcuts=true" in arguments:
+            results = {"shortcuts": measure_shortcuts(overrides)}
+        else:
+            results = {model.name: measure(model, overrides) for model in MODELS}
     print(
         json.dumps(
             {"benchmark": "lightning_overhead", "machine": machine(), "threads": torch.get_num_threads(), **results}

@@ -27,6 +27,7 @@ def maybe_compile(network: GPT, choice: str, device: torch.device, precision: Ab
         raise UserError(f"compile is {choice!r}, but must be auto, true or false.")
     if choice == "false" or (choice == "auto" and device.type != "cuda"):
         return
+    logger.info("compiling the network, which can take a minute")
     network.to(device).compile()
     ids = torch.zeros(2, network.config.context_length, dtype=torch.long, device=device)  # (B, T)
     try:  # a missing compiler shows only at the first call

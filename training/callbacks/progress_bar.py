@@ -33,17 +33,22 @@ class RunProgressBar(ProgressBar):
         self._bar: tqdm | None = None
         self._shown = self._started = self._done_before = 0.0
         self._tokens_before = 0
+        self._after_first_batch = False
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Shows the empty bar."""
-        self._started = self._shown = running_seconds()
-        self._done_before, self._tokens_before = run_progress(trainer), self._metrics.tokens  # of a resumed run
+        self._shown, self._after_first_batch = running_seconds(), False
         if self._enabled and trainer.is_global_zero and sys.stderr.isatty() and not shares_terminal():
             self._bar = tqdm(total=1.0, bar_format="{percentage:3.0f}%|{bar}| {desc}", leave=False, dynamic_ncols=True)
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args) -> None:
         """Updates the bar or logs a line, a few times per second or minute."""
         now = running_seconds()
+        if not self._after_first_batch:  # speed and time left exclude it: it may compile the network
+            self._started = self._shown = now
+            self._after_first_batch = True
+            self._done_before, self._tokens_before = run_progress(trainer), self._metrics.tokens
+            return
         pace = self.SECONDS_BETWEEN_REFRESHES if self._bar is not None else self.SECONDS_BETWEEN_LINES
         if now - self._shown < pace or not (self._enabled and trainer.is_global_zero):
             return
@@ -70,6 +75,10 @@ class RunProgressBar(ProgressBar):
                 f"step {trainer.global_step:,}: validation {loss['nats_per_token']:.3f} nats per token, "
                 f"{loss['bits_per_byte']:.3f} bits per byte{cut}"
             )
+
+    def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
+        """Removes the bar, also after Ctrl-C, so that the shell's prompt starts on a line of its own."""
+        self.teardown(trainer, module, "fit")
 
     def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         """Removes the bar."""
