@@ -269,6 +269,7 @@ def _process_left_alone() -> Iterator[None]:
     root.handlers[:] = []
     try:
         with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's, for bars that are not used here
             yield
     finally:
         for handler in root.handlers:
