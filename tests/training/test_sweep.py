@@ -243,9 +243,9 @@ def test_joblib_runs_two_jobs_at_once_with_divided_threads_and_marked_lines(call
     assert finished.returncode == 2 and finished.stderr.count("\n") == 1, finished
     assert "num_heads=5" in finished.stderr and "Traceback" not in finished.stderr
     rows = results_of(finished.path)
-    assert [row["status"].partition(":")[0] for row in rows] == 3 * ["finished", "failed"]
+    assert [row["status"].partition(":")[0] for row in rows] == ["finished"] * 3 + ["failed"] * 3
     assert len({row["run"] for row in rows if row["run"]}) == 3
-    for number in (0, 2, 4):
+    for number in range(3):
         assert f"[{number:02d}] run {number}: seed=" in finished.stdout
         assert f"[{number:02d}] step 3: validation" in finished.stdout
 
