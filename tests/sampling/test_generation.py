@@ -1,6 +1,8 @@
 """What is written with a cache is what the network says without one, in every family, also past the context."""
 
+import itertools
 import math
+import random
 from pathlib import Path
 
 import pytest
@@ -189,23 +191,28 @@ def test_tokens_are_drawn_with_their_probabilities():
 # Filters, against transformers
 
 
-@pytest.mark.parametrize("penalty", [1.0, 0.7, 1.5])
-@pytest.mark.parametrize("top_k", [None, 5])
-@pytest.mark.parametrize("top_p", [None, 0.8])
-@pytest.mark.parametrize("min_p", [None, 0.0, 0.05, 0.5, 1.0])
-def test_probabilities_are_those_of_transformers(penalty, top_k, top_p, min_p):
+FILTERS = itertools.product(
+    [0.3, 1.0, 1.7], [1.0, 0.7, 1.5], [None, 0, 1, 5, 50, 80], [None, 0.1, 0.8, 1.0], [None, 0.0, 0.05, 0.5, 1.0]
+)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "penalty", "top_k", "top_p", "min_p"), random.Random(0).sample(sorted(FILTERS, key=str), 60)
+)
+def test_probabilities_are_those_of_transformers(temperature, penalty, top_k, top_p, min_p):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(4, 50, generator=generator).double() * 3
     seen = torch.randint(50, (4, 20), generator=generator)
     expected = RepetitionPenaltyLogitsProcessor(penalty)(seen, logits.clone())
-    expected = TemperatureLogitsWarper(1.7)(None, expected)
+    expected = TemperatureLogitsWarper(temperature)(None, expected)
     if top_k:
         expected = TopKLogitsWarper(top_k)(None, expected)
     if top_p:
         expected = TopPLogitsWarper(top_p)(None, expected)
     if min_p:
         expected = MinPLogitsWarper(min_p)(None, expected)
-    config = SamplingConfig(temperature=1.7, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty)
+    filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    config = SamplingConfig(temperature=temperature, repetition_penalty=penalty, **filters)
     assert_close(probabilities(logits, config, seen), expected.softmax(-1))
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from checkpoint.checkpoint import NETWORK_PREFIX, checkpoint_metadata, find_checkpoint, load_checkpoint
 from configs.compose import compose
@@ -311,23 +310,6 @@ def test_newest_runs_best_is_the_default(tmp_path, best):
         shutil.copyfile(best, folder / "best.ckpt")
         shutil.copyfile(best, folder / "last.ckpt")
     assert find_checkpoint(None, str(tmp_path)) == tmp_path / "sweep/b/checkpoints/best.ckpt"
-
-
-# Against transformers
-
-
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
-@pytest.mark.parametrize("top_k", [None, 0, 1, 7, 50, 80])
-@pytest.mark.parametrize("top_p", [None, 0.1, 0.7, 0.95, 1.0])
-def test_probabilities_are_those_of_transformers(temperature, top_k, top_p):
-    logits = torch.randn(50, generator=torch.Generator().manual_seed(0)).double() * 2
-    expected = TemperatureLogitsWarper(temperature)(None, logits[None])
-    if top_k:
-        expected = TopKLogitsWarper(top_k)(None, expected)
-    if top_p is not None:
-        expected = TopPLogitsWarper(top_p)(None, expected)
-    config = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p)
-    torch.testing.assert_close(probabilities(logits.clone(), config), expected.softmax(-1)[0])
 
 
 def test_looking_at_probabilities_leaves_the_logits_alone():

@@ -519,9 +519,14 @@ def poisoned(monkeypatch, step, value, name):
     monkeypatch.setattr(GPTLightning, "on_before_optimizer_step", spoilt)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("settings", [(), ("optimizer=adamw",), ("trainer.gradient_clip_val=1.0",)])
-@pytest.mark.parametrize("step", [6, 7], ids=["in between", "before a validation"])
+@pytest.mark.parametrize(
+    ("value", "settings", "step"),
+    [
+        pytest.param(math.nan, (), 6, id="nan"),
+        pytest.param(math.inf, ("optimizer=adamw",), 7, id="inf before a validation"),
+        pytest.param(math.inf, ("trainer.gradient_clip_val=1.0",), 6, id="inf that is clipped"),
+    ],
+)
 def test_non_finite_gradient_stops_the_run_and_names_step_and_weight(train_here, monkeypatch, value, settings, step):
     with monkeypatch.context() as patch:
         poisoned(patch, step, value, "blocks.0.mlp.up.weight")
