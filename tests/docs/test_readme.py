@@ -1,9 +1,12 @@
 """README.md and docs/ speak of the code as it is."""
 
 import re
+import runpy
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 PROJECT = Path(__file__).resolve().parents[2]
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
@@ -50,3 +53,19 @@ def test_lines_of_code_in_the_table_of_the_architecture_are_about_right():
     for file, lines in rows:
         actual = len((PROJECT / file).read_text(encoding="utf-8").splitlines())
         assert actual == pytest.approx(int(lines), rel=0.25), file
+
+
+def test_picture_at_the_top_is_an_animation_under_2_mb():
+    hero = PROJECT / "docs/hero.gif"
+    assert f"({hero.relative_to(PROJECT)})" in README
+    assert hero.stat().st_size < 2e6
+    with Image.open(hero) as animation:
+        assert animation.n_frames > 20
+
+
+def test_script_of_that_picture_draws_maps_of_any_size(tmp_path):
+    weights = np.tril(np.ones((3, 1, 2, 5, 5), np.float16)) / np.arange(1, 6, dtype=np.float16)[:, None]
+    np.savez(tmp_path / "maps.npz", maps=weights, labels=list("abcde"), steps=[1, 2, 3], bits=[3.0, 2.0, 1.0])
+    runpy.run_path(str(PROJECT / "docs/make_hero.py"))["draw"](tmp_path / "maps.npz", tmp_path / "hero.gif")
+    with Image.open(tmp_path / "hero.gif") as animation:
+        assert animation.n_frames == 3
