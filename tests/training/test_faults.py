@@ -485,7 +485,7 @@ def test_checkpoint_of_another_network_is_named(train_here, stopped_run, tiny_ru
     other = train_here("model.num_layers=1", "trainer.max_steps=2")
     shutil.copy(other.path / "checkpoints/last.ckpt", stopped_run / "checkpoints/last.ckpt")
     error = train_here(f"resume={stopped_run}", settings=()).error
-    assert "has another network: model.num_layers is 2, in the checkpoint 1" in error
+    assert "is of another network: model.num_layers is 2, in the checkpoint 1" in error
     assert (stopped_run / "checkpoints/previous.ckpt").is_file()
 
 
