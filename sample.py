@@ -21,11 +21,11 @@ from system.files import check_suffix, read_prompt
 from system.streams import for_terminal, print_note
 from system.text import escape_json
 
-if TYPE_CHECKING:  # torch is imported after what can be refused without it
+if TYPE_CHECKING:  # torch is imported after the checks that do not need it
     from checkpoint.checkpoint import Checkpoint
     from sampling.text import Scores
 
-# Foreground colors (xterm's 256), from a token that was expected to one that was not, and the bits from which on.
+# Minimum surprisal in bits, and the foreground color (of xterm's 256) for it.
 COLORS = ((0, 244), (1, 71), (3, 178), (6, 208), (9, 196))
 
 
@@ -57,18 +57,18 @@ def main(config: SampleConfig) -> None:
 
 
 def check_settings(config: SampleConfig, prompt: str) -> None:
-    """Raises UserError for choices that cannot work, alone or together."""
+    """Raises UserError for invalid settings and combinations."""
     if config.mode == "interactive" and prompt:
         raise UserError("mode=interactive reads prompts line by line. Leave prompt and prompt_file out.")
     if config.export is not None and (prompt or config.mode != "write"):
-        raise UserError("export only keeps the network. Leave prompt, prompt_file and mode out.")
+        raise UserError("export does not generate text. Leave prompt, prompt_file and mode out.")
     check_suffix("export", config.export, ".safetensors")
     if config.mode == "score" and not prompt:
         raise UserError('There is no text to score. Give one: prompt="To be, or not", or prompt_file=poem.txt')
 
 
 def write_samples(checkpoint: Checkpoint, prompt: str, config: SamplingConfig, as_json: bool, first: int = 0) -> None:
-    """Streams the continuations of a prompt, or prints a JSON object for each; samples count from `first`."""
+    """Streams the continuations of a prompt, or prints a JSON object for each. `first` is the first one's index."""
     from sampling.text import generate_text, prompt_ids
 
     num_tokens, context = len(prompt_ids(checkpoint.tokenizer, prompt)), checkpoint.network.config.context_length
@@ -89,7 +89,7 @@ def write_samples(checkpoint: Checkpoint, prompt: str, config: SamplingConfig, a
 
 
 def run_interactive(checkpoint: Checkpoint, config: SamplingConfig, as_json: bool) -> None:
-    """Reads one prompt per line and continues each. Ctrl-C stops a text, or at the prompt the program."""
+    """Reads one prompt per line and continues each. Ctrl-C stops a continuation; at the prompt, it ends the program."""
     print_note("one prompt per line; Ctrl-C stops a text, Ctrl-D ends")
     read_line = line_reader()
     first = 0
@@ -102,8 +102,10 @@ def run_interactive(checkpoint: Checkpoint, config: SamplingConfig, as_json: boo
 
 
 def line_reader() -> Callable[[], str | None]:
-    """Returns a function that reads a line of standard input; None: there is no more. In a terminal, lines can be
-    edited and recalled with the arrow keys, on platforms with readline."""
+    """Returns a function that reads a line of standard input, or returns None at its end.
+
+    In a terminal, lines can be edited and recalled with the arrow keys, on platforms with readline.
+    """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
 
         def read_plain_line() -> str | None:
@@ -125,7 +127,7 @@ def line_reader() -> Callable[[], str | None]:
 
 
 def show_scores(checkpoint: Checkpoint, scores: Scores, as_json: bool) -> None:
-    """The text, in a terminal colored by each token's surprise, and what it costs this model; or a JSON object."""
+    """Prints bits per byte and nats per token, and in a terminal the text colored by surprisal; or a JSON object."""
     if as_json:
         print(json.dumps(asdict(scores) | {"bits_per_byte": scores.bits_per_byte}))
         return
@@ -139,7 +141,7 @@ def show_scores(checkpoint: Checkpoint, scores: Scores, as_json: bool) -> None:
 
 
 def colored(checkpoint: Checkpoint, scores: Scores) -> str:
-    """The scored text with a terminal's colors; a character of several tokens has the color of its last."""
+    """The scored text with terminal colors. A character of several tokens has the color of the last one."""
     from data.tokenizer import StreamingDetokenizer
 
     decoder, pieces = StreamingDetokenizer(checkpoint.tokenizer), []
@@ -150,7 +152,7 @@ def colored(checkpoint: Checkpoint, scores: Scores) -> str:
 
 
 def pick_device(choice: str) -> str:
-    """The fastest device there is for auto, else the choice. Raises UserError where this machine has none of it."""
+    """Returns the fastest device for auto, else the choice. Raises UserError if this machine does not have it."""
     import torch
 
     gpus = ["cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))] * torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""Sampling the next token, and the next, and scoring a given text. What the model can see: sampling/decoder.py."""
+"""Autoregressive sampling, and scoring of a given text. The model's forward passes are in sampling/decoder.py."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from sampling.decoder import Decoder, context_shift, evaluating
 
 
 def generate(network: GPT, prompt: list[int], config: SamplingConfig, sample_index: int = 0) -> Iterator[int]:
-    """Continues a prompt, yielding each new token id as soon as it is sampled: one sample of `generate_batch`."""
+    """Continues a prompt, yielding each new token id as soon as it is sampled. `generate_batch` with one sample."""
     for ids, _ in generate_batch(Decoder(network), prompt, config, range(sample_index, sample_index + 1)):
         yield int(ids[0])
 
@@ -21,24 +21,25 @@ def generate(network: GPT, prompt: list[int], config: SamplingConfig, sample_ind
 def generate_batch(
     decoder: Decoder, prompt: list[int], config: SamplingConfig, samples: range
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Continues a prompt several times at once. Each sample draws random numbers of its own, by its index and the seed.
+    """Generates several continuations of a prompt in one batch.
 
-    Of a prompt longer than the context the model sees the last context_length tokens.
+    Each sample has its own random number generator, seeded with its index and config.seed. If the prompt is longer
+    than the context, the model sees its last context_length tokens.
 
     Args:
-        decoder: made of a network; may serve again for the next prompt.
+        decoder: can be reused for the next prompt.
         prompt: token ids, at least one.
-        samples: which samples these are, B of them.
+        samples: indices of the B samples.
 
     Yields:
-        max_new_tokens times, as soon as they are sampled: the next ids (B,), int64, and the logits (B, vocab_size),
-        float32, as the model gives them, before temperature and filters.
+        max_new_tokens times, as soon as they are sampled: the next ids (B,), int64, and the model's logits
+        (B, vocab_size), float32, before temperature and filters.
     """
     logits = decoder.prefill(torch.tensor([prompt[-decoder.context_length :]], device=decoder.device))
     decoder.expand(len(samples))
     logits = logits.expand(len(samples), -1)  # (B, vocab_size)
     generators = [torch.Generator().manual_seed(config.seed * 1_000_003 + index) for index in samples]
-    noise = torch.empty(len(samples), decoder.vocab_size)  # drawn on the CPU: every device writes the same
+    noise = torch.empty(len(samples), decoder.vocab_size)  # on the CPU: every device samples the same
     rows = noise.unbind()
     context = None
     for left in reversed(range(config.max_new_tokens)):
@@ -55,16 +56,16 @@ def generate_batch(
 
 
 def log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
-    """Natural logarithms of the probabilities that logits (B, vocab_size) give to ids (B,) -> (B,)."""
+    """Log-probabilities (B,) of ids (B,) under logits (B, vocab_size)."""
     return logits.log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1)
 
 
 def sample_token(logits: Tensor, config: SamplingConfig, noise: Tensor, context: Tensor | None) -> Tensor:
-    """Token ids (B,) from logits (B, vocab_size).
+    """Samples token ids (B,) from logits (B, vocab_size).
 
     Args:
-        noise: (B, vocab_size), exponentially distributed: the largest probability / noise is token i's with its
-            probability (the Gumbel-max trick). A rounding error in a probability hardly ever changes the winner.
+        noise: (B, vocab_size), exponentially distributed. The argmax of probability / noise is token i with the
+            probability of token i (the Gumbel-max trick). Rounding errors in probabilities rarely change the result.
         context: the tokens that the model sees, (B, T), for repetition_penalty.
     """
     if config.temperature == 0:
@@ -73,17 +74,18 @@ def sample_token(logits: Tensor, config: SamplingConfig, noise: Tensor, context:
 
 
 def probabilities(logits: Tensor, config: SamplingConfig, context: Tensor | None = None) -> Tensor:
-    """What `sample_token` samples from: logits (..., vocab_size) -> the same shape, 0 for filtered tokens.
+    """The distribution that `sample_token` samples from, of the shape of logits (..., vocab_size).
 
-    In this order: repetition_penalty, temperature, top_k, top_p, min_p. The likeliest token always stays.
+    Applies repetition_penalty, temperature, top_k, top_p and min_p, in this order. Filtered tokens have probability 0;
+    the most likely token is never filtered.
     """
     probs = unnormalized_probs(logits, config, context)
     return probs / probs.sum(-1, keepdim=True)
 
 
 def unnormalized_probs(logits: Tensor, config: SamplingConfig, context: Tensor | None) -> Tensor:
-    """`probabilities` before they are made to sum to 1, which sampling can do without."""
-    temperature = max(config.temperature, 1e-20)  # by a much smaller one a float32 may overflow
+    """`probabilities` without normalization, which sampling does not need."""
+    temperature = max(config.temperature, 1e-20)  # a much smaller one could overflow float32
     probs = (apply_repetition_penalty(logits, config, context) / temperature).softmax(-1)
     return probs.masked_fill_(probs < min_kept_prob(probs, config), 0) if config.filters else probs
 
@@ -91,19 +93,19 @@ def unnormalized_probs(logits: Tensor, config: SamplingConfig, context: Tensor |
 def min_kept_prob(probs: Tensor, config: SamplingConfig) -> Tensor:
     """Probability of the least likely token that top_k, top_p and min_p leave: (..., vocab_size) -> (..., 1)."""
     vocab_size = probs.size(-1)
-    ordered = probs.topk(min(config.top_k or vocab_size, vocab_size)).values  # (..., k), the likeliest first
+    ordered = probs.topk(min(config.top_k or vocab_size, vocab_size)).values  # (..., k), the most likely first
     least = ordered[..., -1:]
     if config.top_p is not None and config.top_p < 1:  # nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751
         sums = ordered.cumsum(-1)
-        last = torch.searchsorted(sums, config.top_p * sums[..., -1:])  # (..., 1): the one that makes up top_p
-        least = ordered.gather(-1, last.clamp_(max=ordered.size(-1) - 1))  # of no numbers it would be none
+        last = torch.searchsorted(sums, config.top_p * sums[..., -1:])  # (..., 1): the one that reaches top_p
+        least = ordered.gather(-1, last.clamp_(max=ordered.size(-1) - 1))  # if all are NaN, it is past the end
     if config.min_p:  # Nguyen et al. 2024, arXiv:2407.01082
         least = torch.maximum(least, config.min_p * ordered[..., :1])
     return least
 
 
 def apply_repetition_penalty(logits: Tensor, config: SamplingConfig, context: Tensor | None) -> Tensor:
-    """Logits (..., vocab_size) with those of the tokens in the context, (..., T), made smaller (arXiv:1909.05858)."""
+    """Lowers the logits (..., vocab_size) of tokens in the context (..., T): Keskar et al. 2019, arXiv:1909.05858."""
     penalty = config.repetition_penalty
     if penalty == 1 or context is None:
         return logits
@@ -113,13 +115,13 @@ def apply_repetition_penalty(logits: Tensor, config: SamplingConfig, context: Te
 
 @torch.inference_mode()
 def token_logprobs(network: GPT, ids: Tensor) -> Tensor:
-    """How likely a text is: the natural logarithm of each token's probability, given those in view before it.
+    """Log-probability of each token of a text, given the tokens before it.
 
-    What is in view is what was in view had the network written the text: past the context, between half and all
-    of it. Stretches of the text go through the network in one pass each.
+    Each token is predicted from the same tokens as during generation. Once the context is full, these are between half
+    of context_length and all of it. The network processes overlapping windows of the text, one forward pass each.
 
     Args:
-        ids: (N,), N at least 2. The first token is only there to be looked at.
+        ids: (N,), N at least 2. The first token is not scored.
 
     Returns:
         (N - 1,) float32, on the CPU.
@@ -138,5 +140,5 @@ def token_logprobs(network: GPT, ids: Tensor) -> Tensor:
             logits = network.forward(window.to(device)).float()  # (rows, length, vocab_size)
         found.append(-F.cross_entropy(logits.mT, target.to(device), reduction="none").cpu())  # (rows, length)
     found = torch.cat(found)
-    # Each window but the first only adds its last `stride` tokens: those before have been in view of an earlier one.
+    # Every window but the first adds only its last `stride` tokens; an earlier window has scored the others.
     return torch.cat([found[0], found[1:, length - stride :].flatten()])[: len(inputs)]

@@ -1,4 +1,4 @@
-"""Text in, text out: a prompt continued in whole characters up to a stop sequence, and a text's surprise."""
+"""Text generation, streamed as complete characters up to a stop sequence, and scoring of a text."""
 
 import math
 from collections.abc import Iterator
@@ -14,37 +14,37 @@ from sampling.decoder import Decoder
 from sampling.sampler import generate_batch, log_probabilities, token_logprobs
 from system.errors import UserError
 
-SAMPLES_AT_ONCE = 64  # more hold more memory and are hardly faster, each
+SAMPLES_AT_ONCE = 64  # a larger batch takes more memory and is hardly faster per sample
 
 
 @dataclass
 class Completion:
-    """One continuation, as far as it is written."""
+    """One continuation, as far as it has been generated."""
 
     index: int
-    """Which completion this is, from 0."""
+    """Index of this completion, from 0."""
     text: str = ""
-    """What is written: whole characters, none that might still become a stop sequence."""
+    """Text so far: complete characters, without any that may be the start of a stop sequence."""
     tokens: list[int] = field(default_factory=list)
-    """Every token drawn, those of a stop sequence too."""
+    """All sampled tokens, including those of a stop sequence."""
     logprobs: list[float] = field(default_factory=list)
-    """The model's natural logarithm of each token's probability, before temperature and filters; if asked for."""
+    """Log-probability of each token, before temperature and filters; empty unless requested."""
     finish_reason: str | None = None
-    """Why it ended: "stop" or "length" (max_new_tokens). None: it has not."""
+    """Why it ended: "stop" or "length" (max_new_tokens). None while it is being generated."""
 
 
 def generate_text(
     checkpoint: Checkpoint, prompt: str, config: SamplingConfig, first: int = 0, logprobs: bool = False
 ) -> Iterator[tuple[Completion, str]]:
-    """Continues a prompt config.num_samples times, SAMPLES_AT_ONCE together.
+    """Continues a prompt config.num_samples times, in batches of SAMPLES_AT_ONCE.
 
     Args:
         first: index of the first completion.
-        logprobs: whether to find each token's probability.
+        logprobs: whether to compute log-probabilities.
 
     Yields:
-        A completion and the piece of text just added to it: the first completion of those written together piece by
-        piece, the others whole once they are done. A completion's last piece comes with `finish_reason` set.
+        A completion and the text just added to it. The first completion of each batch is yielded token by token, the
+        others once they are complete. `finish_reason` is set with the last piece of a completion.
     """
     ids, decoder = prompt_ids(checkpoint.tokenizer, prompt), Decoder(checkpoint.network)
     end = first + config.num_samples
@@ -53,7 +53,7 @@ def generate_text(
         completions = [Completion(index) for index in together]
         streams = [CompletionStream(checkpoint.tokenizer, config.stop_sequences) for _ in together]
         for step, (new_ids, logits) in enumerate(generate_batch(decoder, ids, config, together), 1):
-            # For each completion a list of one, or of none.
+            # For each completion, a list of one log-probability, or an empty one.
             found = log_probabilities(logits, new_ids).unsqueeze(1).tolist() if logprobs else [[]] * len(completions)
             for completion, stream, token, logprob in zip(completions, streams, new_ids.tolist(), found, strict=True):
                 if completion.finish_reason is not None:
@@ -75,23 +75,23 @@ def generate_text(
 
 
 def prompt_ids(tokenizer: tiktoken.Encoding, prompt: str) -> list[int]:
-    """What the model reads for a prompt; for none, the end of a line: then a new one begins."""
+    """Token ids of a prompt. An empty prompt becomes a newline, so that the text starts with a new line."""
     return encode(tokenizer, prompt or "\n").tolist()
 
 
 class CompletionStream:
-    """Ids in, text out: whole characters, up to the first stop sequence, and held back while one may be coming."""
+    """Decodes tokens up to the first stop sequence. Holds back incomplete characters and possible stop sequences."""
 
     def __init__(self, tokenizer: tiktoken.Encoding, stop_sequences: list[str]):
         self.detokenizer, self.stop_sequences = StreamingDetokenizer(tokenizer), stop_sequences
         self.held, self.stopped = "", False
 
     def push(self, token: int) -> str:
-        """Text that is sure after this token."""
+        """Adds a token. Returns the text that is final."""
         return self._release(self.detokenizer.push(token))
 
     def flush(self) -> str:
-        """All that was held back; a character left incomplete is a �."""
+        """Returns the text held back; an incomplete character becomes �."""
         text = self._release(self.detokenizer.flush())
         return text if self.stopped else text + self.held
 
@@ -109,27 +109,27 @@ class CompletionStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of the text with which the stop sequence begins."""
+    """Length of the longest suffix of the text that is a proper prefix of the stop sequence."""
     return next(n for n in range(min(len(text), len(stop) - 1), -1, -1) if text.endswith(stop[:n]))
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How well a model foresees a text."""
+    """How well a model predicts a text."""
 
     tokens: list[int]
     logprobs: list[float]
-    """Natural logarithm of each token's probability."""
+    """Log-probability (natural) of each token."""
     bytes: int
 
     @property
     def bits_per_byte(self) -> float:
-        """What the text would take, compressed by this model."""
+        """Cross-entropy in bits, per byte of UTF-8 text."""
         return -sum(self.logprobs) / math.log(2) / self.bytes
 
 
 def score_text(checkpoint: Checkpoint, text: str) -> Scores:
-    """Every token of a text, the first as after the end of a line. Raises UserError for an empty text."""
+    """Scores every token of a text, the first as after a newline. Raises UserError for an empty text."""
     if not text:
         raise UserError('There is no text to score. Give one: prompt="To be, or not", or prompt_file=poem.txt')
     tokens = encode(checkpoint.tokenizer, text).tolist()
