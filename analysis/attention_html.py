@@ -1,6 +1,6 @@
-"""Attention weights as a page: one file that any browser opens, without a network.
+"""Attention maps as an interactive HTML page: one file, without requests to the network.
 
-The page itself is analysis/attention_html.html; here its colors and its data are put in.
+Fills colors and data into the template analysis/attention_html.html.
 """
 
 import base64
@@ -16,16 +16,16 @@ TEMPLATE = Path(__file__).with_suffix(".html")
 
 
 def attention_page(maps: np.ndarray, labels: list[str], about: str, chosen: tuple[int, int, int]) -> str:
-    """The page's HTML.
+    """Returns the HTML of the page.
 
-    A weight takes one byte, the row of its color: what shows is within 0.004 of the weight. Only the lower
-    triangle of a map is stored, so L x H maps of T tokens take about 2/3 * L * H * T^2 bytes.
+    Each weight is stored as one byte, the index of its color, which is within 0.004 of the weight. Only the lower
+    triangle is stored, so L x H maps of T tokens take about 2/3 * L * H * T^2 bytes.
 
     Args:
         maps: (L, H, T, T), rows summing to 1, nothing above the diagonal.
         labels: T token labels.
-        about: one line: which model this is.
-        chosen: layer, head and token shown at first.
+        about: one line that describes the model.
+        chosen: layer, head and token selected initially.
     """
     num_layers, num_heads, T = maps.shape[:3]
     query, key = np.tril_indices(T)
@@ -50,15 +50,15 @@ def attention_page(maps: np.ndarray, labels: list[str], about: str, chosen: tupl
 
 
 def embeddable(data: dict) -> str:
-    """JSON that is safe inside a <script>: no "<" in it, so that no text can end or open an element."""
+    """JSON that is safe inside a <script> element: "<" is escaped, so that no text can open or close an element."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def save_page(html: str, path: Path) -> None:
-    """Writes the page, whole or not at all. Raises UserError where that cannot be done."""
+    """Writes the page atomically. Raises UserError if that fails."""
     write_output(path, html.encode())
 
 
 def _ends_line(label: str, after: str) -> bool:
-    """Whether the text goes on in a new line between these two tokens."""
+    """Whether there is a line break between these two tokens."""
     return label.endswith("↵") or (after.startswith("↵") and len(after) > 1)

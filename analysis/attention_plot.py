@@ -1,7 +1,7 @@
-"""Attention weights and head scores as pictures: layers x heads as small multiples, on one color scale.
+"""Attention maps and head scores as pictures: a grid of layers x heads on one color scale.
 
-Drawn straight into pixels: a picture is due at every validation, and a plotting library would take longer than
-the validation itself. Only its font is borrowed; characters it lacks come from a font of the system.
+Draws pixels directly, because a plotting library would take longer than the validation at which the picture is drawn.
+Uses Matplotlib's font, and a font of the system for characters that it lacks.
 """
 
 import io
@@ -26,32 +26,32 @@ from system.files import write_output
 PAPER, MASKED, INK, FAINT_INK, FRAME = (rgb(LIGHT[name]) for name in ("paper", "masked", "ink", "faint", "line"))
 logger = logging.getLogger(__name__)
 FONT = str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSansMono.ttf")
-# Fonts with Chinese, Japanese and Korean characters, by how their files' names begin on the usual systems.
+# Prefixes of the file names of fonts with Chinese, Japanese and Korean characters, on Linux, macOS and Windows.
 CJK_FONTS = (
     *("notosansmonocjk", "notosanscjk", "notoserifcjk", "sourcehan", "wqy-", "droidsansfallback", "unifont"),
     *("pingfang", "hiragino", "applesdgothic", "stheiti", "arial unicode"),
     *("msyh", "simsun", "yugoth", "meiryo", "msgothic", "malgun", "ipag", "vl-gothic", "takao", "nanumgothic"),
 )
-MAX_PIXELS = 16_000  # a side; more is no picture that anything opens
+MAX_PIXELS = 16_000  # per side; many programs open nothing larger
 
 
 def draw_attention(maps: np.ndarray, labels: list[str], title: str = "", scale: int = 1) -> np.ndarray:
-    """Draws every head of every layer.
+    """Draws the attention maps of all layers and heads.
 
-    A row of a map is a query token, a column a key token; the outer maps carry the labels for all.
-    What the causal mask hides is grey. Short texts get the numbers too.
+    Rows are queries and columns are keys. Only the outer maps have labels. Masked weights are gray. Maps of short texts
+    also show the weights as numbers.
 
     Args:
         maps: (L, H, T, T), rows summing to 1.
         labels: T token labels.
-        title: above it all.
+        title: shown above the maps.
         scale: 1 for a screen, 2 for print.
 
     Returns:
         The picture, (height, width, 3) uint8.
 
     Raises:
-        UserError: the picture would be too large to open.
+        UserError: the picture would exceed MAX_PIXELS.
     """
     num_layers, num_heads, T = maps.shape[:3]
     # A label needs 11 pixels; longer texts label every n-th token.
@@ -70,7 +70,7 @@ def draw_attention(maps: np.ndarray, labels: list[str], title: str = "", scale: 
     if max(width, height) > MAX_PIXELS:
         raise UserError(
             f"{num_layers} layers x {num_heads} heads of {T} tokens make a picture of {width:,} x {height:,} pixels, "
-            f"but {MAX_PIXELS:,} a side is the most. Give a shorter text, or look at the page: html=attention.html"
+            f"but the maximum is {MAX_PIXELS:,} per side. Give a shorter text, or use html=attention.html instead."
         )
     picture = np.full((height, width, 3), PAPER, np.uint8)
     masked = np.triu(np.ones((T, T), bool), 1)
@@ -88,7 +88,7 @@ def draw_attention(maps: np.ndarray, labels: list[str], title: str = "", scale: 
     for index, title_line in enumerate(title_lines):
         write(left, 4 * scale + index * line, title_line, INK)
     queries = _strip(tuple(shown), cell, margin, font_size)
-    keys = queries.transpose(Image.Transpose.ROTATE_90)  # the first label at the left, all ending at the map
+    keys = queries.transpose(Image.Transpose.ROTATE_90)  # the first label is at the left; all end at the map
     for layer in range(num_layers):
         y = top + layer * pitch_y
         image.paste(INK, (left - margin, y + line), queries)
@@ -108,12 +108,12 @@ def draw_attention(maps: np.ndarray, labels: list[str], title: str = "", scale: 
 
 
 def draw_head_scores(scores: dict[str, np.ndarray], tops: dict[str, float], title: str = "") -> np.ndarray:
-    """Draws one layers x heads table a score, side by side, with the numbers in the cells.
+    """Draws one layers x heads table per score, side by side, with the numbers in the cells.
 
     Args:
         scores: by name, (L, H) each.
-        tops: by name, the value that gets the full color.
-        title: one line above.
+        tops: by name, the value at the end of the color scale.
+        title: one line above the tables.
 
     Returns:
         The picture, (height, width, 3) uint8.
@@ -130,7 +130,7 @@ def draw_head_scores(scores: dict[str, np.ndarray], tops: dict[str, float], titl
     for index, (name, table) in enumerate(scores.items()):
         x = left + index * block
         write(x, top - line - 2, name, INK)
-        rows = (255 * np.clip(table / tops[name], 0, 1)).round().astype(int)  # even numbers, even steps of color
+        rows = (255 * np.clip(table / tops[name], 0, 1)).round().astype(int)  # linear in the score
         for layer in range(num_layers):
             if index == 0:
                 write(6, top + layer * cell_y + 8, f"layer {layer}", FAINT_INK)
@@ -151,12 +151,12 @@ def draw_head_scores(scores: dict[str, np.ndarray], tops: dict[str, float], titl
 
 
 def save(picture: np.ndarray, path: Path) -> None:
-    """Writes a picture as a PNG file, whole or not at all. Raises UserError where that cannot be done."""
+    """Writes a PNG file atomically. Raises UserError if that fails."""
     write_output(path, to_png(picture))
 
 
 def to_png(picture: np.ndarray) -> bytes:
-    """A picture as the content of a PNG file."""
+    """Encodes a picture as PNG."""
     png = io.BytesIO()
     Image.fromarray(picture).save(png, format="PNG", optimize=True)
     return png.getvalue()
@@ -172,7 +172,7 @@ def _font(size: int, file: str = FONT) -> ImageFont.FreeTypeFont:
 
 @cache
 def _known_characters(file: str) -> frozenset[int]:
-    """Code points that the font has; none if it cannot be drawn with, as one of colored pictures."""
+    """Code points of the font; empty if it cannot be used, like a bitmap emoji font."""
     try:
         _font(10, file)
         return frozenset(FT2Font(file).get_charmap())
@@ -183,7 +183,7 @@ def _known_characters(file: str) -> frozenset[int]:
 @cache
 def _system_fonts() -> tuple[str, ...]:
     """Files of the installed fonts, those with Chinese, Japanese and Korean characters first."""
-    from matplotlib.font_manager import findSystemFonts  # here: it takes a moment, and few texts need it
+    from matplotlib.font_manager import findSystemFonts  # slow to import, and few texts need it
 
     files = sorted(findSystemFonts())
     return tuple(sorted(files, key=lambda file: not Path(file).name.lower().startswith(CJK_FONTS)))
@@ -191,22 +191,22 @@ def _system_fonts() -> tuple[str, ...]:
 
 @cache
 def _font_of(char: str) -> str | None:
-    """File of the font to draw a character with; None: no font has it."""
+    """File of a font that has the character, or None."""
     if ord(char) in _known_characters(FONT):
         return FONT
     return next((file for file in _system_fonts() if ord(char) in _known_characters(file)), None)
 
 
 def _drawable(text: str) -> str:
-    """Characters that no font has by their number, as Python writes it: better than a box for all of them."""
+    """Replaces characters that no font has with escape sequences like \\u6f22, which can be told apart."""
     for char in text:
         if _font_of(char) is None and char.isalpha():
             _warn_missing_font("fonts-noto-cjk" if unicodedata.east_asian_width(char) in "WF" else "fonts-noto-core")
     text = "".join(char if _font_of(char) else char.encode("unicode_escape").decode() for char in text)
-    return re.sub("(?<=[↵→])(?=[↵→])", " ", text)  # arrows fill their place: two would become one line
+    return re.sub("(?<=[↵→])(?=[↵→])", " ", text)  # adjacent arrows would merge into one line
 
 
-@cache  # once
+@cache  # so that it warns once
 def _warn_missing_font(package: str) -> None:
     logger.warning(
         "labels of the attention maps show some characters by their numbers: no installed font has them. Install one, "
@@ -216,7 +216,7 @@ def _warn_missing_font(package: str) -> None:
 
 
 def _pieces(text: str) -> Iterator[tuple[str, str]]:
-    """The text cut where another font has to go on: font file and piece."""
+    """Splits the text into runs of one font: font file and piece."""
     for file, chars in groupby(text, _font_of):
         yield file or FONT, "".join(chars)
 
@@ -226,7 +226,7 @@ def _width(text: str, size: int) -> int:
 
 
 def _write(draw: ImageDraw.ImageDraw, place: tuple[float, float], text: str, color, size: int, anchor: str) -> None:
-    """Writes with as many fonts as it takes; `anchor` as in Pillow, but from the left."""
+    """Draws text, in several fonts if needed. `anchor` is a left one of Pillow's."""
     x, y = place
     for file, piece in _pieces(text):
         draw.text((x, y), piece, color, _font(size, file), anchor=anchor)
@@ -240,12 +240,12 @@ def _writer(draw: ImageDraw.ImageDraw, size: int):
 
 @lru_cache(maxsize=8)  # a run draws the same tokens at every validation
 def _strip(labels: tuple[str, ...], cell: int, margin: int, size: int) -> Image.Image:
-    """Labels below each other, ending at the right edge: opacity, (T * cell, margin)."""
+    """Draws right-aligned labels, one below the other: opacity, (T * cell, margin)."""
     strip = Image.new("L", (margin, len(labels) * cell))
     draw = ImageDraw.Draw(strip)
     for index, label in enumerate(labels):
         left = margin - 4 * size // 10 - sum(_font(size, file).getlength(piece) for file, piece in _pieces(label))
-        _write(draw, (left, max(index * cell + cell // 2, size * 6 // 10)), label, 255, size, "lm")  # the first, whole
+        _write(draw, (left, max(index * cell + cell // 2, size * 6 // 10)), label, 255, size, "lm")  # not cut off
     return strip
 
 

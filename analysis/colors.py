@@ -1,16 +1,15 @@
-"""The project's colors, defined once: for attention pictures in files and TensorBoard, for the page and for curves."""
+"""Colors of attention pictures, of the HTML page, and of curves."""
 
 import numpy as np
 
-# The scale. Colour and opacity of an attention weight w are row round(255 * sqrt(w)): the root keeps a few percent
-# visible beside large weights. The less weight, the more the ground shines through, so the one scale works on light
-# and on dark ground.
+# The color scale. An attention weight w has the color and opacity of row round(255 * sqrt(w)): the square root keeps
+# weights of a few percent visible. Low weights are transparent, so that the scale works on light and dark backgrounds.
 _FAINT, _FULL = np.array([255, 150, 40]), np.array([190, 24, 60])
 _SHARE = np.arange(256)[:, None] / 255
 SCALE = np.concatenate([_FAINT + (_FULL - _FAINT) * _SHARE, 255 * _SHARE], 1).round().astype(np.uint8)  # RGBA
-WHITE_TEXT_FROM = 190  # rows of SCALE on which white is easier to read than black, on light ground
+WHITE_TEXT_FROM = 190  # first row of SCALE with white text, on a light background
 
-# What the scale lies on. `masked`: hidden by the causal mask; `strong`: text on the strongest rows.
+# Background and text. `masked`: weights hidden by the causal mask; `strong`: text on high weights.
 LIGHT = {"paper": "#ffffff", "ink": "#28282e", "faint": "#6e6e76", "line": "#c8c8cd", "masked": "#eeeef0",
          "strong": "#ffffff", "focus": "#1a56db"}  # fmt: skip
 DARK = {"paper": "#141418", "ink": "#ececf1", "faint": "#a2a2ae", "line": "#3a3a44", "masked": "#22222a",
@@ -18,7 +17,7 @@ DARK = {"paper": "#141418", "ink": "#ececf1", "faint": "#a2a2ae", "line": "#3a3a
 
 
 def rgb(color: str) -> tuple[int, int, int]:
-    """#rrggbb as three numbers."""
+    """Converts #rrggbb to three numbers from 0 to 255."""
     return tuple(bytes.fromhex(color[1:]))
 
 
@@ -26,13 +25,15 @@ ON_PAPER = (255 + (SCALE[:, :3].astype(float) - 255) * SCALE[:, 3:] / 255).round
 
 
 def color_rows(weights: np.ndarray) -> np.ndarray:
-    """Weights, 0 to 1, as rows of SCALE: the same shape, uint8. weight = (row / 255) ** 2, to 0.004 at worst."""
+    """Maps weights from 0 to 1 to rows of SCALE, uint8: weight = (row / 255) ** 2, with an error of at most 0.004."""
     return (255 * np.sqrt(np.clip(weights, 0, 1))).round().astype(np.uint8)
 
 
 def line_styles(count: int) -> list[dict[str, str]]:
-    """How up to four curves differ, as matplotlib takes it: colors of the scale from strong to faint, each brighter
-    than the last; and, for whoever sees no difference in colors, markers and dashes."""
+    """Matplotlib styles of up to four curves.
+
+    Colors of the scale from strong to faint; markers and dashes tell the curves apart without colors.
+    """
     rows = np.linspace(255, 0, count).round().astype(int)
     return [
         {"color": f"#{bytes(SCALE[row, :3]).hex()}", "marker": marker, "linestyle": dashes}

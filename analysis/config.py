@@ -1,4 +1,4 @@
-"""Configs of the programs in this folder. configs/see.yaml and configs/lessons.yaml have the defaults."""
+"""Configs of the commands in analysis/. The defaults are in configs/see.yaml and configs/lessons.yaml."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from system.errors import UserError
 
 @dataclass(frozen=True)
 class InspectConfig:
-    """All of a call of analysis.inspect_attention."""
+    """Config of analysis.inspect_attention; configs/see.yaml describes the fields."""
 
     model: GPTConfig
     prompt: str | None
@@ -22,19 +22,19 @@ class InspectConfig:
     html: str | None
     runs_dir: str
     explicit_keys: frozenset[str] = frozenset()
-    """Those that the command line gives, or a file that it chooses gives another value than the default."""
+    """Keys set on the command line, or changed from the default by a config file selected there."""
 
     def __post_init__(self):
         """Validates the fields. Raises UserError."""
         if not self.untrained and any(key.startswith("model.") for key in self.explicit_keys):
-            raise UserError("A checkpoint brings its own model. Add untrained=true, or leave the model settings out.")
+            raise UserError("A checkpoint has its own model config. Add untrained=true, or remove the model keys.")
         if self.untrained and self.checkpoint is not None:
             raise UserError("untrained=true and checkpoint are both given. Leave one out.")
 
 
 @dataclass(frozen=True)
 class LessonsConfig:
-    """All of a call of analysis.lessons."""
+    """Config of analysis.lessons; configs/lessons.yaml describes the fields."""
 
     lengths: list[int]
     num_layers: int

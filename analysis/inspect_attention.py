@@ -1,8 +1,8 @@
-"""Shows what a GPT attends to. The keys: configs/see.yaml
+"""Shows the attention weights of a GPT for a text. The keys: configs/see.yaml
 
     python -m analysis.inspect_attention prompt="Orange is my favorite fruit"
 
-Always as a table in the terminal; with png=FILE as a picture, with html=FILE as a page to point at tokens in.
+Prints a table; png=FILE also draws the maps of all layers and heads, and html=FILE writes an interactive page.
 """
 
 from configs.entry_point import entry_point  # isort: skip -- first: Ctrl-C may come during the other imports
@@ -21,19 +21,19 @@ from system.files import check_suffix, read_prompt
 from system.streams import print_note
 from system.text import pluralize
 
-TOP_KEYS = 3  # links shown of each token
-BAR_WIDTH = 20  # characters of a weight of 1
+TOP_KEYS = 3  # keys with the highest weights, shown for each token
+BAR_WIDTH = 20  # characters for a weight of 1
 
 
 def main(config: InspectConfig) -> None:
-    """Loads a network, says which, and shows its attention. Raises UserError."""
+    """Loads a network, describes it, and shows its attention. Raises UserError."""
     check_suffix("png", config.png, ".png")
     check_suffix("html", config.html, ".html")
     text = read_prompt(config.prompt, config.prompt_file)
     if not text:
-        raise UserError('There is no text to look at. Give one: prompt="Orange is my favorite fruit"')
+        raise UserError('There is no text. Give one: prompt="Orange is my favorite fruit"')
 
-    import torch  # after what can be refused without it
+    import torch  # after the checks that do not need it
 
     from data.tokenizer import encode, token_labels
 
@@ -67,7 +67,7 @@ def main(config: InspectConfig) -> None:
 
 
 def trained_network(config: InspectConfig):
-    """The network and tokenizer of a checkpoint, and one line about them. Raises UserError."""
+    """Network and tokenizer of a checkpoint, and a one-line description. Raises UserError."""
     from checkpoint.checkpoint import find_checkpoint, load_checkpoint
 
     checkpoint = load_checkpoint(find_checkpoint(config.checkpoint, config.runs_dir))
@@ -75,13 +75,13 @@ def trained_network(config: InspectConfig):
 
 
 def fresh_network(config: InspectConfig):
-    """An untrained network, always the same one, a tokenizer of bytes, and one line about them. Raises UserError."""
+    """An untrained network with fixed weights, a byte tokenizer, and a one-line description. Raises UserError."""
     import torch
 
     from data.tokenizer import build_tokenizer
     from model.gpt import GPT
 
-    tokenizer = build_tokenizer(TokenizerConfig(kind="byte"), None, Path())  # bytes need no text and no cache
+    tokenizer = build_tokenizer(TokenizerConfig(kind="byte"), None, Path())  # needs no text and no cache
     torch.manual_seed(0)
     network = GPT(replace(config.model, vocab_size=tokenizer.n_vocab))
     shape = network.config
@@ -90,9 +90,9 @@ def fresh_network(config: InspectConfig):
 
 
 def find_token(choice: str | None, tokens: list[bytes]) -> int:
-    """The position meant: a number from 0, or the token in which a piece of the text ends (where it occurs last).
+    """Position of the chosen token: a number from 0, or the token in which the last occurrence of a string ends.
 
-    Raises UserError where there is no such token.
+    None chooses the last token. Raises UserError if there is no such token.
     """
     last = len(tokens) - 1
     if choice is None:
@@ -104,19 +104,21 @@ def find_token(choice: str | None, tokens: list[bytes]) -> int:
     piece = choice.encode()
     start = b"".join(tokens).rfind(piece)
     if start < 0 or not piece:
-        raise UserError(f"token {choice!r} is no piece of the text. Give one, or a position from 0 to {last}.")
+        raise UserError(
+            f"token {choice!r} is not in the text. Give a piece of the text, or a position from 0 to {last}."
+        )
     ends = np.cumsum([len(token) for token in tokens])
     return int(np.searchsorted(ends, start + len(piece)))
 
 
 def table(weights: np.ndarray, labels: list[str], query: int, bars: bool) -> str:
-    """A line a token: how much the query looks at it, and where it looks itself.
+    """Formats one line per token: its weight from the query, and the keys that it attends to most.
 
     Args:
-        weights: (T, T), those of one head.
+        weights: (T, T), of one head.
         labels: T token labels.
-        query: the token whose weights are listed; they sum to 1.
-        bars: draw the weights, too.
+        query: position of the query token. The listed weights sum to 1.
+        bars: whether to draw the weights as bars.
     """
     wide = max(5, *map(_width, labels))
     digits = max(2, len(str(len(labels) - 1)))
@@ -126,7 +128,7 @@ def table(weights: np.ndarray, labels: list[str], query: int, bars: bool) -> str
         bar = f"{_bar(weight)}  " if bars else ""
         order = np.argsort(-weights[index, : index + 1], kind="stable")[:TOP_KEYS]
         links = "  ".join(f"{labels[key]} {weights[index, key]:.3f}" for key in order)
-        shown = f"{weight:6.3f}" if index <= query else "      "  # what comes later cannot be seen
+        shown = f"{weight:6.3f}" if index <= query else "      "  # masked
         lines.append(f"{index:>{digits}}  {_padded(label, wide)}  {shown}  {bar}{links}")
     return "\n".join(lines)
 
@@ -137,7 +139,7 @@ def _bar(weight: float) -> str:
 
 
 def _width(text: str) -> int:
-    """Columns in a terminal: Chinese characters take two, accents of their own none."""
+    """Columns in a terminal: wide characters such as Chinese ones take two, combining accents none."""
     return sum(
         0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text
     )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from analysis.config import LessonsConfig
 from model.attention import MultiHeadAttention, eager_attention
 from model.flops import score_matrix_bytes
+from system.machine import machine
 from system.text import pluralize
 
 HEAD_DIM = 64
@@ -162,10 +163,11 @@ def cost_part(lengths: list[int], num_layers: int, num_heads: int) -> None:
         )
         previous_length, previous = length, eager
         timings += [eager, sdpa]
+    print(f"\nMeasured on {machine()}")
     notes = ["MB = 2^20 bytes, float32."]
     if None in timings:
         notes.append("A time of - was not measured: it would not fit into the free memory.")
-    print("\n" + " ".join(notes))
+    print(" ".join(notes))
     if any(timing and not timing.is_reliable for timing in timings):
         print(f"~ The median run took more than {MAX_SPREAD:g} times as long as the fastest: other programs use the "
               "processor.\n  Close them and repeat to get times that can be compared.")  # fmt: skip

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.context_cost import now
-from benchmarks.machine import machine
 from benchmarks.memory_of import measure_memory
 from benchmarks.workload import attention_pass
 from configs.entry_point import entry_point
@@ -25,6 +24,7 @@ from model.config import GPTConfig
 from model.kernels.flex_attention import BLOCK, flex_attention_works
 from sample import pick_device
 from system.errors import UserError
+from system.machine import machine
 from system.text import pluralize
 
 WINDOW, ROUNDS = 256, 7

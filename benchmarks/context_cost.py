@@ -18,7 +18,6 @@ import psutil
 import torch
 
 from benchmarks.growth import Growth, fit_growth, where_equal
-from benchmarks.machine import machine
 from benchmarks.memory_of import measure_memory
 from benchmarks.workload import attention_pass, training_step
 from configs.entry_point import entry_point
@@ -37,6 +36,7 @@ from model.layers import Linear
 from sample import pick_device
 from system.errors import UserError
 from system.files import check_suffix
+from system.machine import machine
 from system.memory import disable_malloc_trim
 from system.text import pluralize
 from training.config import OptimizerConfig

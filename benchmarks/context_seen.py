@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from benchmarks.machine import machine
 from checkpoint.checkpoint import find_checkpoint, load_checkpoint
 from configs.entry_point import entry_point
 from data.tokenizer import encode
 from sampling.sampler import token_logprobs
+from system.machine import machine
 from system.streams import print_note
 
 CHARACTERS = 40_000

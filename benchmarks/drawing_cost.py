@@ -18,8 +18,8 @@ import torch
 from lightning.pytorch import Callback
 
 from benchmarks.default_run import prepared_text, train, validation_images_of
-from benchmarks.machine import machine
 from configs.entry_point import entry_point
+from system.machine import machine
 from system.text import pluralize
 from training.budget import DEFAULT_TIME
 from training.callbacks.graceful_stop import GracefulStop

@@ -22,13 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.machine import machine
 from benchmarks.training_speed import Case, cases, our_step
 from configs.entry_point import entry_point
 from configs.schema import KernelsConfig
 from model import kernels, layers
 from model.kernels import onednn
 from model.kernels.bfloat16 import BF16_MATMUL
+from system.machine import machine
 from system.memory import disable_malloc_trim
 from system.text import pluralize
 

@@ -25,10 +25,10 @@ import torch
 from lightning.pytorch import Callback
 
 from benchmarks.default_run import new_network, prepared_text, train, validation_images_of
-from benchmarks.machine import machine
 from configs.compose import compose
 from configs.entry_point import entry_point
 from model.kernels.bfloat16 import matmul_precision
+from system.machine import machine
 from system.text import pluralize
 from training.callbacks.graceful_stop import GracefulStop
 from training.config import RunConfig

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.machine import machine
 from configs.arguments import check_no_arguments
 from configs.entry_point import entry_point
 from model.kernels.onednn import has_onednn, onednn_is_faster, onednn_linear
 from system.errors import UserError
+from system.machine import machine
 
 TOKENS = 24 * 64  # a batch of the default run
 SHAPES = {"attention in": (128, 384), "attention out": (128, 128), "mlp up": (128, 512), "mlp down": (512, 128)}

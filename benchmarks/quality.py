@@ -16,10 +16,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.machine import machine
 from configs.entry_point import entry_point
 from configs.schema import QualityConfig
 from system.errors import UserError
+from system.machine import machine
 
 PROJECT = Path(__file__).resolve().parents[1]
 

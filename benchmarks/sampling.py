@@ -28,7 +28,6 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.hugging_face import check_transformers_installed, hugging_face_gpt2
-from benchmarks.machine import machine
 from checkpoint.checkpoint import NETWORK_PREFIX, checkpoint_metadata
 from configs.arguments import check_no_arguments
 from configs.entry_point import entry_point
@@ -44,6 +43,7 @@ from sampling.fast_copy import max_mv_numel, packed_linear_function
 from sampling.kv_cache import BatchedKVCache, KVCache
 from sampling.sampler import generate_batch
 from sampling.text import CompletionStream
+from system.machine import machine
 from system.text import pluralize
 
 BABY = GPTConfig(vocab_size=65, num_layers=6, num_heads=6, d_model=384, context_length=256)

@@ -17,10 +17,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.machine import machine
 from configs.compose import compose
 from configs.entry_point import entry_point
 from system.errors import UserError
+from system.machine import machine
 
 ROUNDS = 5
 PROMISED_RATIO = 1.6

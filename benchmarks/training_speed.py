@@ -27,7 +27,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.hugging_face import check_transformers_installed, hugging_face_gpt2
-from benchmarks.machine import machine
 from configs.compose import compose
 from configs.entry_point import entry_point
 from configs.schema import TrainingSpeedConfig
@@ -39,6 +38,7 @@ from model.kernels.bfloat16 import BF16_MATMUL, has_bf16_units, matmul_precision
 from model.kernels.cross_entropy import CHUNK_ROWS
 from model.kernels.onednn import onednn_is_faster, onednn_linear_no_grad, use_onednn_for_matmul
 from model.layers import Linear
+from system.machine import machine
 from system.memory import disable_malloc_trim
 from system.text import pluralize
 from training.config import OptimizerConfig

@@ -16,9 +16,9 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.machine import machine
 from configs.entry_point import entry_point
 from system.errors import UserError
+from system.machine import machine
 
 SECONDS, ROUNDS = 6.0, 5
 PROJECT = Path(__file__).resolve().parents[1]

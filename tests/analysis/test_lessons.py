@@ -16,6 +16,7 @@ from configs.compose import compose
 from model.flops import score_matrix_bytes
 from model.gpt import GPT, GPTConfig
 from system.errors import UserError
+from system.machine import machine
 
 PROJECT = Path(__file__).resolve().parents[2]
 WITHOUT_MASK = """
@@ -130,6 +131,10 @@ def test_time_is_measured_beside_the_memory_and_its_growth_beside_that_of_the_pa
     assert all(float(cells[n].lstrip("~")) >= 0 for cells in (shorter, longer) for n in (4, 5))  # ms, eager and SDPA
     assert shorter[6:] == ["-", "-"]
     assert longer[6] == "16.0" and (longer[7] == "-" or float(longer[7]) > 0)
+
+
+def test_the_times_name_the_processor(output):
+    assert f"Measured on {machine().rpartition(', ')[0]}" in output  # without the date
 
 
 def test_a_matrix_larger_than_the_free_memory_is_not_tried(monkeypatch):

@@ -1,4 +1,4 @@
-"""On what a benchmark was run: a value of its JSON."""
+"""The machine that timings were measured on."""
 
 import os
 import platform
@@ -10,7 +10,9 @@ from system.text import pluralize
 
 
 def machine() -> str:
-    """For example "AMD EPYC (family 25, model 17), 2 cores, torch 2.13.0+cpu, Python 3.11.7, Linux, 2026-11-29"."""
+    """Describes processor, versions and date, for example
+    "AMD EPYC (family 25, model 17), 2 cores, torch 2.13.0+cpu, Python 3.11.7, Linux, 2026-11-29".
+    """
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
     facts: dict[str, str] = {}
