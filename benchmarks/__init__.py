@@ -1,3 +1,3 @@
-"""Side-by-side measurements: python -m benchmarks.NAME. Ctrl-C ends each with 130 and no traceback."""
+"""Comparative measurements: python -m benchmarks.NAME. On Ctrl-C, each exits with code 130 and no traceback."""
 
 import configs.entry_point  # noqa: F401

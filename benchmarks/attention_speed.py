@@ -1,11 +1,11 @@
-"""Attentions side by side: eager, SDPA, and sliding window, forward and backward, without projections.
+"""Speed and memory of eager, SDPA and sliding window attention: forward and backward, without projections.
 
     python -m benchmarks.attention_speed [key=value ...]      the keys: configs/attention_speed.yaml
 
-On a CPU in float32. On CUDA in bfloat16, as training there, and sliding window attention in both of its algorithms: in
-blocks through SDPA, and through flex attention. Every length has the same number of tokens in a batch, and all take
-turns, so that a disturbance of the machine meets all. Times are medians after a warm-up; memory is the most a pass
-takes beside its inputs, measured in a process of its own. The last line is JSON.
+Uses float32 on a CPU. On CUDA it uses bfloat16, like training, and measures both implementations of sliding window
+attention: blocks through SDPA, and flex attention. The number of tokens per batch is the same at every length. The
+implementations alternate, so that other programs affect all of them alike. Times are medians after a warm-up. Memory
+is the peak of one pass without its inputs, measured in a separate process. The last line is JSON.
 """
 
 import json
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.context_cost import now
+from benchmarks.context_cost import synchronized_time
 from benchmarks.memory_of import measure_memory
 from benchmarks.workload import attention_pass
 from configs.entry_point import entry_point
@@ -30,7 +30,7 @@ from system.text import pluralize
 WINDOW, ROUNDS = 256, 7
 SHAPE = GPTConfig(vocab_size=1, num_heads=4, d_model=128, sliding_window=WINDOW)
 MEMORY_BUDGET_MB = 4096
-# Which is faster than which, at which length, and by how many times at least: only of a CPU something is promised.
+# (faster, slower, context length, promised minimum ratio). Nothing is promised for CUDA.
 CPU_RATIOS = (("sliding_window", "sdpa", 8192, 5), ("sdpa", "eager", 4096, 8))
 CUDA_RATIOS = (("flex", "blocks", 8192, None), ("flex", "sdpa", 8192, None), ("sdpa", "eager", 4096, None))
 PROMISED_EXPONENT = 1.1
@@ -38,7 +38,7 @@ PROMISED_EXPONENT = 1.1
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared, on what."""
+    """The implementations to compare, and the device and batch to compare them on."""
 
     device: str
     names: tuple[str, ...]
@@ -46,18 +46,18 @@ class Comparison:
     dtype: torch.dtype
 
     def options(self, name: str, length: int) -> dict:
-        """What names one measurement to `attention_pass` and `measure_memory`."""
+        """Arguments of `attention_pass` for one measurement."""
         batch = {"context_length": length, "sequences": self.tokens // length, "dtype": self.dtype}
         return {"config": SHAPE, "implementation": name, **batch}
 
     def fits(self, name: str, length: int) -> bool:
-        """Written out, about five score matrices are alive at once."""
+        """Whether the memory fits the budget. Eager attention holds about five score matrices at once."""
         matrix = self.dtype.itemsize * SHAPE.num_heads * self.tokens * length
         return name != "eager" or 5 * matrix / 2**20 <= MEMORY_BUDGET_MB
 
 
 def comparison_on(device: str, tokens: int) -> Comparison:
-    """On CUDA sliding window attention is there twice; flex attention only where it works, which a warning tells."""
+    """Chooses the implementations for a device. Flex attention is left out, with a warning, where it does not work."""
     if not device.startswith("cuda"):
         return Comparison(device, ("eager", "sdpa", "sliding_window"), tokens, torch.float32)
     flex = ("flex",) if flex_attention_works(torch.device(device), torch.bfloat16, SHAPE.head_dim) else ()
@@ -65,22 +65,22 @@ def comparison_on(device: str, tokens: int) -> Comparison:
 
 
 def pass_ms(c: Comparison, length: int) -> dict[str, float]:
-    """Median milliseconds of a batch, for each that fits."""
-    torch.compiler.reset()  # so that flex attention's kernel is made for this length, as in a run that has but one
+    """Median milliseconds per batch of each implementation that fits."""
+    torch.compiler.reset()  # compile flex attention for this length only, as in training
     passes = {
         name: attention_pass(**c.options(name, length), device=c.device) for name in c.names if c.fits(name, length)
     }
     times = {name: [] for name in passes}
     for _ in range(ROUNDS + 1):
         for name, run in passes.items():
-            start = now(c.device)
+            start = synchronized_time(c.device)
             run()
-            times[name].append(1000 * (now(c.device) - start))
+            times[name].append(1000 * (synchronized_time(c.device) - start))
     return {name: statistics.median(each[1:]) for name, each in times.items()}  # the first is the warm-up
 
 
 def extra_mb(c: Comparison, name: str, length: int) -> float:
-    """The peak of one pass without the four tensors it starts from: queries, keys, values and the output's gradient."""
+    """Peak memory of one pass, excluding the queries, keys, values and the gradient of the output."""
     measured = measure_memory("attention_pass", c.device, torch.get_num_threads(), c.options(name, length))
     if measured is None:
         raise UserError(f"the process that measured the memory of {name} at {length} died. Lower tokens_per_batch.")
@@ -88,14 +88,14 @@ def extra_mb(c: Comparison, name: str, length: int) -> float:
 
 
 def exponent(c: Comparison, ms: dict[int, dict[str, float]], name: str) -> float:
-    """The slope of the time of one sequence over its length, both as logarithms."""
+    """Slope of the time of one sequence over its length in a log-log plot."""
     lengths = [length for length in ms if name in ms[length]]
     times = [math.log(ms[length][name] * length / c.tokens) for length in lengths]
     return statistics.linear_regression([math.log(length) for length in lengths], times).slope
 
 
 def speedups(ms: dict[int, dict[str, float]], on_cuda: bool) -> dict[str, float]:
-    """How many times as fast; prints each, where both were measured."""
+    """Prints and returns the ratio of each pair of which both were measured."""
     found = {}
     for fast, slow, length, promised in CUDA_RATIOS if on_cuda else CPU_RATIOS:
         if {fast, slow} <= set(ms.get(length, ())):
@@ -106,7 +106,7 @@ def speedups(ms: dict[int, dict[str, float]], on_cuda: bool) -> dict[str, float]
 
 
 def main(config: AttentionSpeedConfig) -> None:
-    """Prints a line a length, the exponents, what is promised, and one JSON line. Raises UserError."""
+    """Prints one line per length, exponents, ratios, and one JSON line. Raises UserError."""
     lengths, tokens = sorted(set(config.lengths)), config.tokens_per_batch
     if len(lengths) < 2 or lengths[0] <= WINDOW or any(tokens % length or length % BLOCK for length in lengths):
         raise UserError(

@@ -1,11 +1,11 @@
-"""What context costs: attention alone and a whole training step, over growing context lengths.
+"""Cost of context: time and memory of attention and of a training step at increasing context lengths.
 
     python -m benchmarks.context_cost [key=value ...]      the keys: configs/context_cost.yaml
 
-Three attentions side by side: eager (the whole T x T matrix in memory), SDPA (PyTorch's kernel, which never
-stores it) and sliding window (SDPA, and no token looks back further than `model.sliding_window`). All lengths have the
-same number of tokens a batch. A time is the median of several runs after a warm-up, with quartiles; it is forward and
-backward, and for a step also the optimiser. Memory is the peak of a fresh process. The last line is JSON.
+Compares eager attention (the T x T matrix in memory), SDPA (PyTorch's fused attention, which never stores it) and
+sliding window attention (limited to the last `model.sliding_window` tokens). The number of tokens per batch is the same
+at every length. Times are medians after a warm-up, with quartiles, of forward and backward pass; those of a step
+include the optimizer. Memory is the peak of a new process. The last line is JSON.
 """
 
 import json
@@ -42,13 +42,13 @@ from system.text import pluralize
 from training.config import OptimizerConfig
 
 SECONDS_A_TIMING = 0.8
-"""Short workloads are repeated for so long, slow ones LEAST_RUNS times."""
+"""Workloads are repeated for this many seconds, but LEAST_RUNS to MOST_RUNS times."""
 LEAST_RUNS, MOST_RUNS = 3, 30
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds: median, lower and upper quartile."""
+    """Median, lower and upper quartile in milliseconds."""
 
     ms: float
     low_ms: float
@@ -58,7 +58,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Reading:
-    """One implementation at one context length; `attention` is one layer's, `step` the whole model's."""
+    """Measurements of one implementation at one context length. `attention` is one layer, `step` the whole model."""
 
     implementation: str
     context_length: int
@@ -67,16 +67,16 @@ class Reading:
     step: Timing
     attention_peak_mb: float
     kept_mb: float
-    """What one layer's attention keeps for the backward pass."""
+    """Memory that the attention of one layer keeps for the backward pass."""
     step_peak_mb: float
     attention_gflops: float
     step_gflops: float
-    """Operations on paper of a batch, in thousand millions."""
+    """Operations per batch by formula, in units of 1e9."""
 
 
 @dataclass
 class Measured:
-    """Everything the command found."""
+    """All measurements of the command."""
 
     config: GPTConfig
     device: str
@@ -87,31 +87,31 @@ class Measured:
 
     @property
     def implementations(self) -> tuple[str, ...]:
-        """Those that are measured: the window may have been taken away."""
+        """The implementations to measure; sliding window only if the config has a window."""
         return IMPLEMENTATIONS if self.config.sliding_window else IMPLEMENTATIONS[:2]
 
-    def of(self, implementation: str) -> list[Reading]:
-        """Its readings, by length."""
+    def readings_of(self, implementation: str) -> list[Reading]:
+        """Readings of one implementation, in order of length."""
         return [reading for reading in self.readings if reading.implementation == implementation]
 
     def fitted(self, implementation: str) -> list[Reading]:
-        """The readings that one formula can hold for: up to its length a window is no window."""
+        """Readings for the fit; a window that is not shorter than the context is excluded."""
         shortest = self.config.sliding_window + 1 if implementation == "sliding_window" else 0
-        return [reading for reading in self.of(implementation) if reading.context_length >= shortest]
+        return [reading for reading in self.readings_of(implementation) if reading.context_length >= shortest]
 
     def rest_ms(self, reading: Reading) -> float:
-        """A step without the attention of its layers. Never 0: two timings are subtracted."""
+        """Time of a step without attention. Kept above 0, because it is the difference of two measurements."""
         return max(reading.step.ms - self.config.num_layers * reading.attention.ms, 1e-3)
 
     def growth(self, implementation: str, part: str) -> Growth | None:
-        """Fit of microseconds a sequence over the context length; part is "attention" or "step"."""
+        """Fits microseconds per sequence over the context length; part is "attention" or "step"."""
         readings = self.fitted(implementation)
         times = [1000 * getattr(reading, part).ms / reading.sequences for reading in readings]
         return fit_growth([reading.context_length for reading in readings], times)
 
     def crossing(self, implementation: str) -> float | None:
-        """The length at which attention costs as much as the rest of the step, where it lies between two readings."""
-        readings = self.of(implementation)
+        """Length at which attention takes as long as the rest of the step; None if not between two readings."""
+        readings = self.readings_of(implementation)
         return where_equal(
             [reading.context_length for reading in readings],
             [self.config.num_layers * reading.attention.ms for reading in readings],
@@ -120,7 +120,7 @@ class Measured:
 
 
 def main(config: ContextCostConfig) -> None:
-    """Measures, prints, draws and logs. Raises UserError for what the user can mend."""
+    """Measures, prints, draws and logs. Raises UserError."""
     for name in ("tokens_per_batch", "seconds"):
         if getattr(config, name) < 1:
             raise UserError(f"{name} is {getattr(config, name)}, but must be at least 1.")
@@ -164,7 +164,7 @@ def main(config: ContextCostConfig) -> None:
 def measure(
     measured: Measured, optimizer_config: OptimizerConfig, lengths: list[int], config: ContextCostConfig
 ) -> None:
-    """Fills in the readings, shortest context first, printing each; says what no longer fits, and why."""
+    """Adds and prints the readings, shortest context first, and prints what was skipped and why."""
     began, limit_mb = time.perf_counter(), config.memory_mb or 0.75 * free_memory_mb(measured.device)
     spent_on_last: dict[str, float] = {}
     stopped: set[str] = set()
@@ -175,9 +175,9 @@ def measure(
                 continue
             before = time.perf_counter()
             sequences = max(1, config.tokens_per_batch // length)
-            last = measured.of(name)[-1] if measured.of(name) else None
+            last = measured.readings_of(name)[-1] if measured.readings_of(name) else None
             needed_mb = expected_mb(measured.config, name, length, sequences, last)
-            # Attention grows with the pairs a batch, the rest of a step less.
+            # An upper bound: attention grows with the pairs per batch, the rest of a step less.
             grown = (length / last.context_length) ** 2 * sequences / last.sequences if last else 1.0
             needed_s = grown * spent_on_last.get(name, 0.0)
             left_s = config.seconds - (before - began)
@@ -187,7 +187,7 @@ def measure(
             elif needed_s > left_s or left_s < 0:
                 why = f"needs about {needed_s:,.0f} s, {max(0, left_s):,.0f} of {config.seconds:,.0f} s left (seconds)"
             else:
-                reading = read(measured, optimizer_config, name, length, sequences)
+                reading = measure_reading(measured, optimizer_config, name, length, sequences)
                 why = "the process that measured its memory was killed"
             if reading is None:
                 stopped.add(name)
@@ -197,13 +197,13 @@ def measure(
                 continue
             measured.readings.append(reading)
             spent_on_last[name] = time.perf_counter() - before
-            print(row(measured, reading), flush=True)
+            print(format_row(measured, reading), flush=True)
 
 
-def read(
+def measure_reading(
     measured: Measured, optimizer_config: OptimizerConfig, name: str, length: int, sequences: int
 ) -> Reading | None:
-    """Measures one implementation at one length: memory first. None: its memory could not be had."""
+    """Measures one implementation at one length. Returns None if the process that measures memory died."""
     c, device = measured.config, measured.device
     options = {
         "config": c,
@@ -231,18 +231,18 @@ def read(
 
 
 def time_of(work, device: str) -> Timing:
-    """Runs the work once to warm up, then until there are enough runs."""
+    """Times repeated runs after one to warm up."""
     times: list[float] = []
     while len(times) <= LEAST_RUNS or (sum(times[1:]) < SECONDS_A_TIMING and len(times) <= MOST_RUNS):
-        start = now(device)
+        start = synchronized_time(device)
         work()
-        times.append(now(device) - start)
+        times.append(synchronized_time(device) - start)
     low, middle, high = statistics.quantiles((1000 * t for t in times[1:]), n=4, method="inclusive")
     return Timing(middle, low, high, len(times) - 1)
 
 
-def now(device: str) -> float:
-    """Seconds, once the device has done all it was given."""
+def synchronized_time(device: str) -> float:
+    """Current time in seconds, after the device has finished all queued work."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()
     elif device == "mps":
@@ -251,7 +251,7 @@ def now(device: str) -> float:
 
 
 def matmul_gflops_per_second(device: str) -> float:
-    """What a linear layer of the model reaches when it is large, float32: the ceiling to compare with."""
+    """Speed of a large linear layer in float32, as the upper limit to compare with."""
     size = 2048 if device == "cpu" else 8192
     x, layer = torch.randn(size, size, device=device), Linear(size, size, bias=False, device=device)
     with torch.no_grad():
@@ -259,14 +259,14 @@ def matmul_gflops_per_second(device: str) -> float:
 
 
 def free_memory_mb(device: str) -> float:
-    """Memory that a workload may still take."""
+    """Free memory of the device."""
     return (torch.cuda.mem_get_info()[0] if device.startswith("cuda") else psutil.virtual_memory().available) / 2**20
 
 
 def expected_mb(config: GPTConfig, name: str, length: int, sequences: int, last: Reading | None) -> float:
-    """A training step's memory, from that at the last length: only an eager score matrix grows.
+    """Predicts the memory of a training step from that at the last length: only eager score matrices grow.
 
-    A step holds the weights of every layer, and at its peak in one layer two gradients of the same size.
+    A step holds the attention weights of every layer, and at its peak two gradients of the same size in one layer.
     """
     if name != "eager":
         return last.step_peak_mb if last else 0.0
@@ -277,7 +277,7 @@ def expected_mb(config: GPTConfig, name: str, length: int, sequences: int, last:
 
 
 def title(name: str) -> str:
-    """As it is called in tables and pictures."""
+    """Name of an implementation in tables and pictures."""
     return name.replace("_", " ")
 
 
@@ -288,8 +288,8 @@ HEADER = (
 )
 
 
-def row(measured: Measured, reading: Reading) -> str:
-    """A reading as a line below HEADER; the last column is the share of the matrix product's speed."""
+def format_row(measured: Measured, reading: Reading) -> str:
+    """Formats a reading as a line below HEADER. The last column is relative to the speed of a large matrix product."""
     share = reading.step_gflops / (reading.step.ms / 1000) / measured.matmul_gflops_per_second
     return (
         f"{reading.context_length:>7,}  {title(reading.implementation):<14}  {format_timing(reading.attention):>21}  "
@@ -298,14 +298,14 @@ def row(measured: Measured, reading: Reading) -> str:
 
 
 def format_timing(timing: Timing) -> str:
-    """Median and quartiles to three figures."""
+    """Formats median and quartiles."""
     digits = 1 if timing.ms < 100 else 0
     return f"{timing.ms:,.{digits}f} ({timing.low_ms:,.{digits}f} - {timing.high_ms:,.{digits}f})"
 
 
 def conclusions(measured: Measured) -> str:
-    """How time and memory grow, and where attention overtakes the rest, in words and figures."""
-    names = [name for name in measured.implementations if measured.of(name)]
+    """Describes how time and memory grow, and where attention takes longer than the rest of a step."""
+    names = [name for name in measured.implementations if measured.readings_of(name)]
     lines = ["Time of one sequence, fitted: a T + b T^2, and T^p over the longest lengths (± standard error)"]
     for part, what in (("attention", "one layer's attention"), ("step", "training step")):
         for name in names:
@@ -318,7 +318,7 @@ def conclusions(measured: Measured) -> str:
                 )
     lines += ["", "Attention of all layers takes as long as the rest of the step at a context of"]
     for name in names:
-        readings, by_flops = measured.of(name), crossover_length(measured.config, name)
+        readings, by_flops = measured.readings_of(name), crossover_length(measured.config, name)
         crossing = measured.crossing(name)
         if crossing is not None:
             found = f"{crossing:,.0f}"
@@ -328,7 +328,7 @@ def conclusions(measured: Measured) -> str:
             found = f"more than {readings[-1].context_length:,}"
         predicted = "never" if by_flops is None else f"{by_flops:,.0f}"
         lines.append(f"  {title(name):<14}  measured: {found:<16}  by operations alone: {predicted}")
-    eager = measured.of("eager")
+    eager = measured.readings_of("eager")
     if eager:
         lines += [
             "",
@@ -343,28 +343,28 @@ def conclusions(measured: Measured) -> str:
 
 
 def with_error(value: float, error: float | None, width: int, digits: int) -> str:
-    """A coefficient and, where there is one, its standard error."""
+    """Formats a coefficient and its standard error, if any."""
     return f"{value:{width}.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
 
 
 def formula_mb(measured: Measured, reading: Reading) -> float:
-    """The score matrix on paper."""
+    """Size of the score matrix by formula."""
     return score_matrix_bytes(reading.context_length, measured.config.num_heads, sequences=reading.sequences) / 2**20
 
 
 def matrix_mb(measured: Measured, reading: Reading) -> float:
-    """The score matrix as measured: what eager attention keeps, less the other, small things it keeps."""
+    """Measured size of the score matrix: memory kept by eager attention, minus the other tensors that it keeps."""
     kept = saved_activation_bytes(measured.config, reading.context_length, reading.sequences)
     return reading.kept_mb - (kept / 2**20 - formula_mb(measured, reading))
 
 
 def log_scalars(measured: Measured, logdir: Path) -> None:
-    """A TensorBoard run an implementation, so that a chart shows them side by side; the step is the context length."""
+    """Writes one TensorBoard run per implementation; the step is the context length."""
     from torch.utils.tensorboard import SummaryWriter
 
     for name in measured.implementations:
         with SummaryWriter(str(logdir / name)) as writer:
-            for reading in measured.of(name):
+            for reading in measured.readings_of(name):
                 for tag, value in (
                     ("attention_ms", reading.attention.ms),
                     ("step_ms", reading.step.ms),
@@ -376,8 +376,8 @@ def log_scalars(measured: Measured, logdir: Path) -> None:
 
 
 def as_json(measured: Measured) -> dict:
-    """All figures."""
-    names = [name for name in measured.implementations if measured.of(name)]
+    """All measurements as plain values."""
+    names = [name for name in measured.implementations if measured.readings_of(name)]
     return {
         "benchmark": "context_cost",
         "machine": machine(),
@@ -404,7 +404,7 @@ def as_json(measured: Measured) -> dict:
         },
         "score_matrix_mb": {
             reading.context_length: {"formula": formula_mb(measured, reading), "measured": matrix_mb(measured, reading)}
-            for reading in measured.of("eager")
+            for reading in measured.readings_of("eager")
         },
         "skipped": measured.skipped,
     }

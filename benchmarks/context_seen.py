@@ -1,10 +1,9 @@
-"""What halving a full context costs in loss, against all of the context before every token.
+"""Cost in loss of halving a full context, compared with a full context before every token.
 
     python -m benchmarks.context_seen [run directory, or .ckpt or .safetensors file]
 
-Both score the same tokens, the end of the embedded text, which no checkpoint trained on it has seen: `token_logprobs`
-as the model would write them, in passes that each add half a context, and a pass of its own for every token. The last
-line is JSON.
+Scores the end of the embedded text, which is in its validation split, in two ways: with `token_logprobs`, which sees
+the same context as generation, and with one forward pass per token, which sees the full context. The last line is JSON.
 """
 
 import json
@@ -26,7 +25,7 @@ TEXT = Path(__file__).parents[1] / "data/shakespeare.txt"
 
 @torch.inference_mode()
 def main(arguments: list[str]) -> None:
-    """Prints both losses and one JSON line. Raises UserError where there is no checkpoint."""
+    """Prints both losses and one JSON line. Raises UserError if there is no checkpoint."""
     checkpoint = load_checkpoint(find_checkpoint(arguments[0] if arguments else None, "runs"))
     print_note(checkpoint.describe())
     network, length = checkpoint.network, checkpoint.network.config.context_length

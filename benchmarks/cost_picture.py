@@ -1,4 +1,4 @@
-"""Time and memory over the context length as one log-log picture: points measured, lines of time fitted."""
+"""Log-log plot of time and memory over the context length, with measured points and fitted times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STYLES = dict(zip(("eager", "sdpa", "sliding_window"), line_styles(3), strict=Tr
 
 
 def draw_cost(measured: Measured, path: Path) -> None:
-    """Draws one layer's attention, a training step, and a step's memory, side by side, and writes a PNG."""
+    """Plots the time of attention and of a training step, and the memory of a step, to a PNG file."""
     figure = Figure(figsize=(11, 4.1), dpi=100, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     panels = figure.subplots(1, 3)
@@ -30,7 +30,7 @@ def draw_cost(measured: Measured, path: Path) -> None:
         (panels[1], "step", "training step, ms"),
         (panels[2], "memory", "peak memory of a training step, MB"),
     ):
-        ends = [draw_line(axes, measured, name, part) for name in STYLES if measured.of(name)]
+        ends = [draw_line(axes, measured, name, part) for name in STYLES if measured.readings_of(name)]
         finish(axes, heading, sorted({reading.context_length for reading in measured.readings}))
         label_ends(axes, ends)
     tokens = measured.readings[0].context_length * measured.readings[0].sequences
@@ -48,9 +48,9 @@ def draw_cost(measured: Measured, path: Path) -> None:
 
 
 def draw_line(axes: Axes, measured: Measured, name: str, part: str) -> tuple[float, float, str]:
-    """Points of one implementation, with its fit where there is one; returns where the line ends, and its name."""
-    readings, style = measured.of(name), STYLES[name]
-    colour, marker, dashes = style["color"], style["marker"], style["linestyle"]
+    """Plots the points and the fit, if any, of one implementation. Returns the end of the line and its name."""
+    readings, style = measured.readings_of(name), STYLES[name]
+    color, marker, dashes = style["color"], style["marker"], style["linestyle"]
     lengths = np.array([reading.context_length for reading in readings], float)
     if part == "memory":
         y = [reading.step_peak_mb for reading in readings]
@@ -59,19 +59,19 @@ def draw_line(axes: Axes, measured: Measured, name: str, part: str) -> tuple[flo
     timings = [getattr(reading, part) for reading in readings]
     y = [timing.ms for timing in timings]
     spread = [[t.ms - t.low_ms for t in timings], [t.high_ms - t.ms for t in timings]]
-    axes.errorbar(lengths, y, spread, fmt=marker, color=colour, markersize=4, linewidth=1)
+    axes.errorbar(lengths, y, spread, fmt=marker, color=color, markersize=4, linewidth=1)
     growth = measured.growth(name, part)
     if growth is not None:
         T = np.geomspace(measured.fitted(name)[0].context_length, lengths[-1], 100)
         sequences = np.interp(T, lengths, [r.sequences * r.context_length for r in readings]) / T
         fitted = sequences * (growth.a * T + growth.b * T**2) / 1000  # us a sequence -> ms a batch
         positive = fitted > 0  # a small negative a would leave the logarithm's range
-        axes.plot(T[positive], fitted[positive], color=colour, linestyle=dashes, linewidth=1.2)
+        axes.plot(T[positive], fitted[positive], color=color, linestyle=dashes, linewidth=1.2)
     return lengths[-1], y[-1], name
 
 
 def finish(axes: Axes, heading: str, lengths: list[int]) -> None:
-    """Logarithmic axes with ticks at the lengths that were measured, as many as there is room for, and nothing else."""
+    """Sets logarithmic axes, with ticks at as many of the measured lengths as there is room for."""
     axes.set_title(heading, fontsize=10, loc="left")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -100,7 +100,7 @@ def finish(axes: Axes, heading: str, lengths: list[int]) -> None:
 
 
 def label_ends(axes: Axes, ends: list[tuple[float, float, str]]) -> None:
-    """Writes each line's name at its end, behind a piece of the line, moved apart where two would touch."""
+    """Labels each line at its end, after a short sample of it; labels that would overlap are moved apart."""
     bottom, top = np.log(axes.get_ylim())
     least = 0.05 * (top - bottom)
     below = -np.inf

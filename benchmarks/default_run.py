@@ -1,4 +1,4 @@
-"""The run that train.py makes of its defaults, shortened, for benchmarks that look at a part of it."""
+"""A shortened default run of train.py, for benchmarks that measure a part of it."""
 
 import logging
 import warnings
@@ -23,7 +23,7 @@ from training.trainer import resolve_trainer_options
 
 
 def prepared_text(config: RunConfig) -> TextDataModule:
-    """The run's text, encoded; from here on Lightning's warnings are silent."""
+    """Prepares the encoded text of the run. Also silences Lightning's warnings."""
     disable_malloc_trim()
     warnings.filterwarnings("ignore", module="lightning|torch")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -33,13 +33,13 @@ def prepared_text(config: RunConfig) -> TextDataModule:
 
 
 def new_network(config: RunConfig, data: TextDataModule) -> GPT:
-    """The same weights every time."""
+    """A new network with the same initial weights on every call."""
     torch.manual_seed(config.seed)
     return GPT(replace(config.model, vocab_size=data.vocab_size))
 
 
 def validation_images_of(data: TextDataModule) -> ValidationImages:
-    """What train.py draws."""
+    """The callback that draws in train.py."""
     return ValidationImages(data.val_passage(ValidationImages.PASSAGE_TOKENS).tolist())
 
 
@@ -52,12 +52,12 @@ def train(
     first: Callback,
     drawing: Callback,
 ) -> None:
-    """Runs so many steps in train.py's Trainer on the CPU. The clock of a run bounded by time runs too.
+    """Trains for a number of steps in train.py's Trainer on the CPU, with max_time set.
 
     Args:
-        num_validations: 0 for none.
-        first: a callback that sees each hook before all others.
-        drawing: what stands in the place of ValidationImages.
+        num_validations: 0 disables validation.
+        first: a callback whose hooks run before all others.
+        drawing: the callback to use as ValidationImages.
     """
     module = GPTLightning(new_network(config, data), data.tokenizer, config.optimizer, config.seed)
     metrics = MetricsLogger({})

@@ -1,11 +1,11 @@
-"""What drawing costs: all of ValidationImages, at each validation of a default run, as a share of that run's time.
+"""Cost of drawing: the time of ValidationImages as a share of a default run.
 
     python -m benchmarks.drawing_cost [key=value ...]
 
-Trains STEPS steps in the Trainer of train.py, on the CPU, with as many validations as a run has, and times each call
-of ValidationImages inside them: attention maps, head scores, writing, and TensorBoard's file up to the disk. How long a
-call takes does not depend on how many steps lie between two. The first also loads what draws, in every run anew, and
-counts in full. The share is that of a whole default run, DEFAULT_TIME from start to exit. The last line is JSON.
+Trains STEPS steps in train.py's Trainer on the CPU, with as many validations as a default run, and times each call of
+ValidationImages: attention maps, head scores, generated samples, and writing them to TensorBoard's file. The time of a
+call does not depend on the number of steps between validations. The first call includes imports, as in every run. The
+share is relative to DEFAULT_TIME, the time of a default run from start to exit. The last line is JSON.
 """
 
 import json
@@ -31,17 +31,17 @@ PROMISED_SHARE = 0.03
 
 
 class TimedDrawing(Callback):
-    """ValidationImages, with a clock around it."""
+    """Times ValidationImages."""
 
     def __init__(self, snapshots: ValidationImages):
         self.snapshots = snapshots
         self.calls: list[tuple[int, float]] = []
-        """Training step and seconds of each."""
+        """Training step and seconds of each call."""
 
     def on_validation_end(self, trainer, module) -> None:
-        """Draws; TensorBoard writes in a thread of its own, which is waited for."""
+        """Draws and waits until TensorBoard's thread has written everything."""
         writer = trainer.logger.experiment
-        writer.flush()  # what others have written is not ours
+        writer.flush()  # exclude what others have written
         start = time.perf_counter()
         self.snapshots.on_validation_end(trainer, module)
         writer.flush()
@@ -49,10 +49,10 @@ class TimedDrawing(Callback):
 
 
 def main(config: RunConfig) -> None:
-    """Prints a line a validation, the share, and one JSON line."""
+    """Prints one line per validation, the share, and one JSON line."""
     data = prepared_text(config)
     drawing = TimedDrawing(validation_images_of(data))
-    with GracefulStop(), tempfile.TemporaryDirectory() as folder:  # train.py's Trainer takes the signals over
+    with GracefulStop(), tempfile.TemporaryDirectory() as folder:  # handles signals like train.py
         began = time.perf_counter()
         train(config, data, Path(folder), STEPS, config.num_validations, first=Callback(), drawing=drawing)
         run_s = time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""How a time grows with the context length: a T + b T^2 and the exponent, fitted, with standard errors."""
+"""Fits of time over the context length T: a T + b T^2 and T^p, with standard errors."""
 
 import math
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 
 EXPONENT_POINTS = 4
-"""The exponent is that of the longest lengths only: at short ones overheads hide the growth."""
+"""The exponent is fitted to this many of the longest lengths, because overhead dominates at short ones."""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """What was fitted; standard errors are None where there are no more points than coefficients."""
+    """Fitted coefficients. Standard errors are None if there are no more points than coefficients."""
 
     a: float
     a_error: float | None
@@ -20,13 +20,13 @@ class Growth:
     exponent: float
     exponent_error: float | None
     exponent_from: int
-    """The exponent is fitted from this length on."""
+    """Shortest length in the fit of the exponent."""
 
 
 def fit_growth(lengths: list[int], times: list[float]) -> Growth | None:
-    """Fits the time of one sequence, in any unit, over its length. None: fewer than two lengths.
+    """Fits the time of one sequence, in any unit, over its length. Returns None for fewer than two lengths.
 
-    Least squares of relative deviations, since the times span orders of magnitude and a tenth is a tenth anywhere.
+    Minimizes the squares of relative deviations, because the times span orders of magnitude.
     """
     if len(lengths) < 2:
         return None
@@ -38,7 +38,7 @@ def fit_growth(lengths: list[int], times: list[float]) -> Growth | None:
 
 
 def _least_squares(columns: np.ndarray, target: np.ndarray) -> tuple[list[float], list[float | None]]:
-    """Coefficients and their standard errors; columns (points, coefficients)."""
+    """Returns coefficients and their standard errors; columns is (points, coefficients)."""
     scale = np.linalg.norm(columns, axis=0)  # T and T^2 differ by orders of magnitude
     columns = columns / scale
     coefficients = np.linalg.lstsq(columns, target, rcond=None)[0]
@@ -51,9 +51,9 @@ def _least_squares(columns: np.ndarray, target: np.ndarray) -> tuple[list[float]
 
 
 def where_equal(lengths: list[int], first: list[float], second: list[float]) -> float | None:
-    """The length at which `first` overtakes `second`, on a straight line of the log-log picture between two of them.
+    """Length at which `first` exceeds `second`, interpolated linearly in log-log space.
 
-    None: at none of these lengths, or already at the first.
+    Returns None if that is at none of the lengths, or already at the first.
     """
     gaps = [math.log(a / b) for a, b in zip(first, second, strict=True)]
     for n in range(len(gaps) - 1):

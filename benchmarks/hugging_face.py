@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2, for comparisons with ours."""
+"""Hugging Face's GPT-2, for comparison."""
 
 from importlib.util import find_spec
 
@@ -10,13 +10,13 @@ from system.errors import UserError
 
 
 def check_transformers_installed() -> None:
-    """Raises UserError where it is not installed: before anything is measured."""
+    """Raises UserError if transformers is not installed."""
     if find_spec("transformers") is None:
-        raise UserError("this compares with transformers. Install it: pip install -r requirements-dev.txt")
+        raise UserError("this benchmark needs transformers. Install it: pip install -r requirements-dev.txt")
 
 
 def hugging_face_gpt2(config: GPTConfig) -> nn.Module:
-    """GPT2LMHeadModel of the same shape, without dropout. Raises UserError where it is not the same."""
+    """GPT2LMHeadModel of the same shape, without dropout. Raises UserError if the parameter counts differ."""
     from transformers import GPT2Config, GPT2LMHeadModel  # only here: nothing else needs it
 
     theirs = GPT2LMHeadModel(

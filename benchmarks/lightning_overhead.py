@@ -88,7 +88,7 @@ class Stopwatch(Callback):
             self.start = time.perf_counter()
 
     def on_train_end(self, trainer, module) -> None:
-        """Stops."""
+        """Stops at the end of training."""
         self.step_ms = 1000 * (time.perf_counter() - self.start) / (trainer.global_step - WARMUP_STEPS)
 
 
@@ -155,7 +155,7 @@ def main(arguments: list[str]) -> None:
     compose("train", overrides)  # raises for invalid settings
     gc.freeze()  # as train.py does after its imports: system/deferred_imports.py
     print(f"on {machine()}\n{pluralize(torch.get_num_threads(), 'thread')}")
-    with GracefulStop():  # train.py's Trainer takes the signals over
+    with GracefulStop():  # handles signals like train.py
         if "shortcuts=true" in arguments:
             results = {"shortcuts": measure_shortcuts(overrides)}
         else:

@@ -1,4 +1,4 @@
-"""The memory a workload takes, measured in a process of its own that has done nothing else."""
+"""Memory usage of a workload, measured in a new process."""
 
 import ctypes
 import multiprocessing
@@ -11,7 +11,7 @@ import torch
 from benchmarks import workload
 from system.memory import memory_mb, peak_memory_mb, reset_peak_memory
 
-# A server process that has imported torch and run nothing yet; every measurement forks from it in milliseconds.
+# The fork server imports torch once, so that each measurement starts in milliseconds.
 _METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
 
@@ -20,12 +20,11 @@ def measure_memory(kind: str, device: str, threads: int, options: dict) -> dict[
 
     Args:
         kind: "attention_pass" or "training_step" of benchmarks/workload.py; `options` are its arguments.
-        threads: torch's threads, as in the process that asks.
+        threads: number of PyTorch threads, as in this process.
 
     Returns:
-        "peak": the most that was taken, above what the process had before; "kept": what lay there between the
-        forward and the backward half, without the inputs, in MB. None: the process died, as it does when memory
-        runs out.
+        In MB, "peak": the peak memory, minus that before the workload was built; "kept": the memory held between the
+        forward and the backward pass, without the inputs. None if the process died, for example because memory ran out.
     """
     context = multiprocessing.get_context(_METHOD)
     if _METHOD == "forkserver":
@@ -43,12 +42,12 @@ def measure_memory(kind: str, device: str, threads: int, options: dict) -> dict[
 
 
 def _child(answer: Connection, kind: str, device: str, threads: int, options: dict) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it too, and the process that asks says so
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it silently; the parent reports it
     torch.set_num_threads(threads)
-    _give_memory_back_at_once()
+    _disable_memory_reuse()
     device_type = device.partition(":")[0]
     build = getattr(workload, kind)
-    # Once before, so that libraries, threads and compiled kernels are there and do not count.
+    # A first run, so that libraries, threads and compiled kernels are not counted.
     build(**options | {"context_length": min(1024, options["context_length"]), "sequences": 1}, device=device)()
     reset_peak_memory(device_type)
     before = memory_mb(device_type)
@@ -60,8 +59,8 @@ def _child(answer: Connection, kind: str, device: str, threads: int, options: di
     answer.send({"peak": peak_memory_mb(device_type) - before, "kept": kept})
 
 
-def _give_memory_back_at_once() -> None:
-    """Tells glibc to give every freed block from 64 KiB up to the system, or old blocks would count as taken."""
+def _disable_memory_reuse() -> None:
+    """Makes glibc return freed blocks of at least 64 KiB to the system, so that they are not counted."""
     M_MMAP_THRESHOLD = -3
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)

@@ -1,10 +1,10 @@
-"""What a run learns in a given time, whole process, beside nanoGPT's laptop recipe.
+"""Loss after a given time, from start to exit, compared with nanoGPT's laptop recipe.
 
     python -m benchmarks.quality [key=value ...]      the keys: configs/quality.yaml
 
-First the yardstick, experiment=nanogpt_cpu. Then `budget=` with the yardstick's own time, a fifth and a seventh of
-it, and with every one of `budgets`. Each run is a process of its own, starts with an empty cache, and is judged by
-its bits per byte of the whole validation split; each line is the mean over the seeds. The last line is JSON.
+Trains the baseline, experiment=nanogpt_cpu, then `budget=` with the baseline's time, a fifth and a seventh of it, and
+each of `budgets`. Each run is a new process with an empty cache. The result is bits per byte on the whole validation
+split; each line is the mean over the seeds. The last line is JSON.
 """
 
 import json
@@ -25,9 +25,9 @@ PROJECT = Path(__file__).resolve().parents[1]
 
 
 def train(settings: list[str]) -> tuple[float, float, int]:
-    """Seconds from start to exit, bits per byte and steps of one run of train.py, from an empty cache.
+    """Runs train.py with an empty cache. Returns seconds from start to exit, bits per byte, and steps.
 
-    Raises UserError with the run's own last line where it was refused, as a budget too short for this machine is.
+    Raises UserError with the last line of the run if it fails, for example because the budget is too short.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(PROJECT / "train.py"), *settings]
@@ -43,7 +43,7 @@ def train(settings: list[str]) -> tuple[float, float, int]:
 
 
 def measure(name: str, settings: list[str], seeds: int, text: list[str], yardstick: float | None = None) -> dict:
-    """Trains once a seed, prints a line, returns it as plain values."""
+    """Trains once per seed. Prints the means as one line and returns them."""
     try:
         runs = [train([*settings, *text, f"seed={seed}"]) for seed in range(seeds)]
     except UserError as error:
@@ -65,7 +65,7 @@ def measure(name: str, settings: list[str], seeds: int, text: list[str], yardsti
 
 
 def main(config: QualityConfig) -> None:
-    """Prints the table and one JSON line. Raises UserError where the yardstick cannot be trained."""
+    """Prints the table and one JSON line. Raises UserError if the baseline cannot be trained."""
     if config.seeds < 1:
         raise UserError(f"seeds is {config.seeds}, but must be at least 1.")
     text = [] if config.corpus is None else [f"data.corpus={config.corpus}"]

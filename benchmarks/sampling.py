@@ -1,14 +1,14 @@
-"""What writing costs: tokens per second beside the matrix products alone, and beside Hugging Face's generate.
+"""Speed of generation: tokens per second, relative to the matrix products alone and to Hugging Face's generate.
 
     python -m benchmarks.sampling
 
-Random weights of GPT-2's shape, in float32 on the CPU. All sides take turns, a round each; a figure is the median over
-the rounds, the shorter the more of them, after one to warm up. The last line is JSON.
+A GPT-2 with random weights, in float32 on the CPU. All alternate, one round each, after one round to warm up. Figures
+are medians over the rounds. The last line is JSON.
 
-    products   every matrix of the network times one column a sample, and nothing else: by PyTorch's own product,
-               by oneDNN, and by oneDNN with the matrices laid out for it once. The fastest is the limit.
-    writing    greedy, from one token, up to the context; making the decoder, once a model, is left out
-    past       the steps after the context is full, refills included
+    products   every matrix of the network times one vector per sample, and nothing else: with PyTorch's own product,
+               with oneDNN, and with oneDNN and packed weights. The fastest is the limit.
+    writing    greedy generation from one token up to the context; excludes building the decoder, once per model
+    past       steps after the context is full, including refills
 """
 
 import json
@@ -54,7 +54,7 @@ PROJECT = Path(__file__).parents[1]
 
 
 def products(network: GPT, samples: int) -> dict[str, Callable[[], None]]:
-    """Every matrix once, in each of the ways there are."""
+    """Functions that multiply by every matrix of the network 20 times, one per library."""
     layers = [layer for layer in network.modules() if isinstance(layer, Linear)]
     ways = {"PyTorch's product": [partial(F.linear, weight=layer.weight) for layer in layers]}
     if has_onednn():
@@ -69,17 +69,17 @@ def products(network: GPT, samples: int) -> dict[str, Callable[[], None]]:
             for product, x in zip(way, columns, strict=True):
                 product(x)
 
-    return {name: partial(once, way) for name, way in ways.items()}  # 20 tokens a sample
+    return {name: partial(once, way) for name, way in ways.items()}  # 20 tokens per sample
 
 
-def write(decoder: Decoder, samples: int, config: SamplingConfig) -> None:
-    """Greedy or drawn; every token reaches the host."""
+def generate(decoder: Decoder, samples: int, config: SamplingConfig) -> None:
+    """Generates text; copies every token to the host."""
     for ids, _ in generate_batch(decoder, [0], config, range(samples)):
         ids.tolist()
 
 
 def stream(decoder: Decoder, config: SamplingConfig) -> None:
-    """One sample as sample.py does it: drawn, decoded, written and flushed, a token at a time."""
+    """Generates one sample like sample.py: every token is sampled, decoded, written and flushed."""
     tokenizer = build_tokenizer(TokenizerConfig(kind="byte"), None, Path())
     with open(os.devnull, "w", encoding="utf-8") as out:
         text = CompletionStream(tokenizer, ["\n\n\n"])
@@ -89,7 +89,7 @@ def stream(decoder: Decoder, config: SamplingConfig) -> None:
 
 @torch.inference_mode()
 def step_seconds(network: GPT, begin: int, end: int) -> float:
-    """Seconds a step, from a text of `begin` tokens to one of `end`."""
+    """Seconds per step while the text grows from `begin` to `end` tokens."""
     decoder = Decoder(network)
     ids = decoder.prefill(torch.zeros(1, 1, dtype=torch.long)).argmax(-1)
     for length in range(1, end):
@@ -101,7 +101,7 @@ def step_seconds(network: GPT, begin: int, end: int) -> float:
 
 
 def hugging_face(network: GPT) -> torch.nn.Module:
-    """Their GPT-2 with the same weights."""
+    """Hugging Face's GPT-2 with the same weights."""
     theirs = hugging_face_gpt2(network.config).eval()
     names = {"token_embedding": "wte", "position_embedding": "wpe", "final_norm": "ln_f", "blocks": "h",
              "attention_norm": "ln_1", "attention.in_proj": "attn.c_attn", "attention.out_proj": "attn.c_proj",
@@ -117,15 +117,15 @@ def hugging_face(network: GPT) -> torch.nn.Module:
 
 
 @torch.inference_mode()
-def hf_write(theirs: torch.nn.Module, num_tokens: int) -> torch.Tensor:
-    """Greedy, with its cache."""
+def hf_generate(theirs: torch.nn.Module, num_tokens: int) -> torch.Tensor:
+    """Greedy generation with Hugging Face's KV cache."""
     start = torch.zeros(1, 1, dtype=torch.long)
     return theirs.generate(start, attention_mask=start + 1, max_new_tokens=num_tokens, min_new_tokens=num_tokens,
                            do_sample=False, use_cache=True, pad_token_id=0, eos_token_id=None)[0]  # fmt: skip
 
 
-def in_turn(runs: dict[str, tuple[Callable[[], None], int]], rounds: int = ROUNDS) -> dict[str, float]:
-    """Median tokens per second of each run, which makes so many tokens."""
+def tokens_per_second(runs: dict[str, tuple[Callable[[], None], int]], rounds: int = ROUNDS) -> dict[str, float]:
+    """Median tokens per second of each run, given as function and number of tokens; the runs alternate."""
     speeds = {name: [] for name in runs}
     for turn in range(rounds + 1):
         for name, (run, tokens) in runs.items():
@@ -138,7 +138,7 @@ def in_turn(runs: dict[str, tuple[Callable[[], None], int]], rounds: int = ROUND
 
 @torch.inference_mode()
 def attention_ms(config: GPTConfig, samples: int, filled: int) -> dict[str, float]:
-    """Milliseconds that all layers of a step look at `filled` tokens a sample, in either place for keys and values."""
+    """Milliseconds of attention to `filled` tokens per sample in all layers of a step, with either KV cache."""
     H, D, ms = config.num_heads, config.head_dim, {}
     heads = torch.randn(samples, 3 * H, D)  # (B, H + 2G, D)
     for place in (KVCache, BatchedKVCache):
@@ -156,7 +156,7 @@ def attention_ms(config: GPTConfig, samples: int, filled: int) -> dict[str, floa
 
 
 def seconds_to_first_character(network: GPT) -> tuple[float, float]:
-    """Of sample.py, from its start; and of a Python that imports torch and reads the same weights."""
+    """Seconds until sample.py prints, and until a Python process has imported torch and loaded the same weights."""
     tokenizer = build_tokenizer(TokenizerConfig(kind="byte"), None, Path())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.ckpt"
@@ -179,7 +179,7 @@ def seconds_to_first_character(network: GPT) -> tuple[float, float]:
 
 
 def main(arguments: list[str]) -> None:
-    """Prints each comparison beside what is aimed at, and one JSON line. Raises UserError without transformers."""
+    """Prints each comparison with its target, and one JSON line. Raises UserError without transformers."""
     check_no_arguments(arguments)
     check_transformers_installed()
     warnings.filterwarnings("ignore")
@@ -195,10 +195,10 @@ def main(arguments: list[str]) -> None:
     for samples, rounds, aim in ((1, ROUNDS, 0.65), (BATCH, 2, 0.6)):
         with torch.inference_mode():
             runs = {f"products, {name}": (run, 20 * samples) for name, run in products(baby, samples).items()}
-            runs["writing"] = (partial(write, decoder, samples, greedy), new * samples)
+            runs["writing"] = (partial(generate, decoder, samples, greedy), new * samples)
             if samples == 1:
-                runs["Hugging Face's generate"] = (partial(hf_write, theirs, new), new)
-            speeds = in_turn(runs, rounds)
+                runs["Hugging Face's generate"] = (partial(hf_generate, theirs, new), new)
+            speeds = tokens_per_second(runs, rounds)
         ours, ways = speeds["writing"], {name: speed for name, speed in speeds.items() if name.startswith("products")}
         for name, speed in speeds.items():
             print(f"{samples:3} at once  {name:28} {speed:9,.0f} tokens/s   writing is {ours / speed:5.2f} of it")
@@ -208,7 +208,7 @@ def main(arguments: list[str]) -> None:
                    f"products_{samples}": {name[10:]: round(speed) for name, speed in ways.items()}}  # fmt: skip
         if samples == 1:
             result["times_hugging_face"] = round(ours / speeds["Hugging Face's generate"], 2)
-            same = hf_write(theirs, new)[1:].tolist() == [
+            same = hf_generate(theirs, new)[1:].tolist() == [
                 int(ids[0]) for ids, _ in generate_batch(decoder, [0], greedy, range(1))
             ]
             print(f"    {result['times_hugging_face']} times Hugging Face's; aimed at: 2.5; the same text: {same}\n")
@@ -233,8 +233,9 @@ def main(arguments: list[str]) -> None:
     result["step_ms"] = {name: round(value, 3) for name, value in ms.items()}
 
     drawn = replace(FILTERS, max_new_tokens=new)
-    speeds = in_turn(
-        {"bare": (partial(write, decoder, 1, greedy), new), "all": (partial(stream, decoder, drawn), new)}, 3 * ROUNDS
+    speeds = tokens_per_second(
+        {"bare": (partial(generate, decoder, 1, greedy), new), "all": (partial(stream, decoder, drawn), new)},
+        3 * ROUNDS,
     )
     result["cost_of_filters_and_streaming"] = round(speeds["bare"] / speeds["all"] - 1, 3)
     print(
@@ -244,8 +245,11 @@ def main(arguments: list[str]) -> None:
 
     new, theirs = SMALL.context_length - 1, hugging_face(small)
     config = replace(greedy, max_new_tokens=new)
-    speeds = in_turn(
-        {"ours": (partial(write, Decoder(small), 1, config), new), "theirs": (partial(hf_write, theirs, new), new)},
+    speeds = tokens_per_second(
+        {
+            "ours": (partial(generate, Decoder(small), 1, config), new),
+            "theirs": (partial(hf_generate, theirs, new), new),
+        },
         10 * ROUNDS,  # they are short
     )
     result["small_times_hugging_face"] = round(speeds["ours"] / speeds["theirs"], 2)

@@ -1,11 +1,10 @@
-"""How long until training begins: from `python train.py` to the end of the first optimiser step, tokens cached.
+"""Startup time: from `python train.py` to the end of the first optimizer step, with cached tokens.
 
     python -m benchmarks.startup [key=value ...]      the keys: configs/train.yaml
 
-Beside it `import torch, lightning`, the least that any program with Lightning takes: from the start of a process until
-they are imported. Its end, which takes another second, counts on neither side. Both are fresh processes; they take
-turns, after one of each that does not count and fills the cache. train.py runs as it is; PyTorch's own hook tells when
-the first step is over. The last line is JSON.
+Compares it with `import torch, lightning`, the minimum for any program that uses Lightning, from the start of the
+process. Neither time includes the exit of the process. Both run in new processes and alternate, after one round to fill
+the cache. train.py runs unchanged; a PyTorch hook reports the end of the first step. The last line is JSON.
 """
 
 import json
@@ -25,7 +24,7 @@ from system.machine import machine
 ROUNDS = 5
 PROMISED_RATIO = 1.6
 PROJECT = Path(__file__).resolve().parents[1]
-# What both processes begin with: `over` tells the time to the one that measures, and ends the process.
+# Prefix of both programs: `over` sends the time to the parent process and exits.
 OVER = """
 import os, runpy, sys, time
 
@@ -49,7 +48,7 @@ runpy.run_path("train.py", run_name="__main__")
 
 
 def seconds_until_over(code: str, arguments: list[str]) -> float:
-    """From the start of a Python process until it calls `over`. Raises UserError where it does not."""
+    """Seconds from the start of a Python process until it calls `over`. Raises UserError if it never does."""
     ours, theirs = os.pipe()
     start = time.time()
     process = subprocess.run(
@@ -69,15 +68,15 @@ def seconds_until_over(code: str, arguments: list[str]) -> float:
 
 
 def main(arguments: list[str]) -> None:
-    """Prints a line a round, the median ratio, and one JSON line."""
-    compose("train", arguments)  # refuses what cannot be set
+    """Prints one line per round, the median ratio, and one JSON line."""
+    compose("train", arguments)  # raises for invalid settings
     rounds = []
     print(f"{'round':>5} {'imports, s':>11} {'first step, s':>14} {'ratio':>7}")
     for number in range(ROUNDS + 1):
         with tempfile.TemporaryDirectory() as runs_dir:
             imports = seconds_until_over(IMPORTS, [])
             first_step = seconds_until_over(TRAIN, [f"runs_dir={runs_dir}", *arguments])
-        if number:  # before it, files were not in memory and tokens perhaps not cached
+        if number:  # round 0 fills the caches
             rounds.append((imports, first_step))
             print(f"{number:5} {imports:11.2f} {first_step:14.2f} {first_step / imports:7.2f}", flush=True)
     ratio = statistics.median(first_step / imports for imports, first_step in rounds)

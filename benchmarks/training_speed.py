@@ -1,19 +1,18 @@
-"""How fast a training step is: as a share of this machine's matrix products, and beside Hugging Face's GPT-2.
+"""Speed of a training step, relative to its matrix products alone and to Hugging Face's GPT-2.
 
     python -m benchmarks.training_speed [key=value ...]      the keys: configs/training_speed.yaml
 
-Three steps, on the CPU in float32: the default run's, and those of a GPT-2 of 4 layers, 4 heads and width 128 at two
-shapes of a batch. The default's once more with its products in bfloat16, where the processor has units for it, as
-train.py does then. A step is forward, backward and optimiser in a loop written by hand; no loader, no logging.
+Measures three steps on the CPU in float32: that of the default run, and those of a GPT-2 with 4 layers, 4 heads and
+width 128 at two batch shapes. If the processor has bfloat16 units, the default step is also measured with bfloat16
+products, which train.py then uses. A step is forward, backward and optimizer in a plain loop, without data loading or
+logging.
 
-The share: operations of a step on paper (model/flops.py; none are counted for the optimiser, though its time is),
-over the step's time, over the speed of the matrix products alone. Those are all the products of the step's forward
-and backward pass at their shapes, in the same type, through the library that the model takes for each; all their
-operations over all their time.
+The share is the speed of the step, divided by that of its matrix products alone. The speed of the step is its FLOPs by
+formula (model/flops.py) divided by its time, which includes the optimizer, although the optimizer's FLOPs are not
+counted. The products are those of the forward and backward pass, with the same shapes, type and library.
 
-Hugging Face's side is GPT2LMHeadModel with the same weights' shapes, fused attention, the same loss and
-torch.optim.AdamW, as it comes and with its fused kernel. All sides take turns, a round each; figures are medians of
-rounds. The last line is JSON.
+Hugging Face's model is GPT2LMHeadModel with the same shapes, fused attention, the same loss and torch.optim.AdamW, with
+and without its fused kernel. All alternate, one round each; figures are medians over rounds. The last line is JSON.
 """
 
 import json
@@ -50,7 +49,7 @@ PROMISED_SHARE, PROMISED_RATIO, PROMISED_COMPILED_RATIO = 0.55, 1.3, 1.2
 
 @dataclass(frozen=True)
 class Case:
-    """A network, its optimiser, and the shape of a batch."""
+    """A network, its optimizer, and the shape of a batch."""
 
     name: str
     config: GPTConfig
@@ -60,7 +59,7 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """A batch's."""
+        """Tokens per batch."""
         return self.batch_size * self.config.context_length
 
     def batch(self) -> tuple[Tensor, Tensor]:
@@ -70,7 +69,7 @@ class Case:
 
 
 def cases(vocab_size: int) -> list[Case]:
-    """The default run, and two that Hugging Face's model can do too."""
+    """The default run, and two GPT-2 shapes to compare with Hugging Face."""
     train = compose("train", [])
     default = replace(train.model, vocab_size=vocab_size)
     optimizer, batch_size = train.optimizer, train.data.batch_size
@@ -89,7 +88,7 @@ def cases(vocab_size: int) -> list[Case]:
 
 
 def our_step(case: Case, compiled: bool = False) -> Callable[[], None]:
-    """One training step of ours."""
+    """Returns a function that runs one training step of this project."""
     network = GPT(case.config)
     loss_of = torch.compile(network.loss) if compiled else network.loss
     optimizer, (inputs, targets) = build_optimizer(network, case.optimizer), case.batch()
@@ -105,7 +104,7 @@ def our_step(case: Case, compiled: bool = False) -> Callable[[], None]:
 
 
 def hugging_face_step(case: Case, fused: bool | None = None, compiled: bool = False) -> Callable[[], None]:
-    """One of Hugging Face's model. fused: AdamW's kernel; None: what AdamW takes by itself."""
+    """Returns a function that runs one training step of Hugging Face's model. `fused` is AdamW's."""
     network = hugging_face_gpt2(case.config).train()
     optimizer = torch.optim.AdamW(network.parameters(), lr=case.optimizer.lr, fused=fused)
     inputs, targets = case.batch()
@@ -129,14 +128,14 @@ def hugging_face_step(case: Case, fused: bool | None = None, compiled: bool = Fa
 
 @dataclass(frozen=True)
 class Product:
-    """x (..., K) times w^T, w (M, K), or for attention (B H, T, K) times (B H, K, M), as one call."""
+    """One call of a matrix product: of x (..., K) and w^T, w (M, K), or of (B H, T, K) and (B H, K, M) in attention."""
 
     run: Callable[[], Tensor]
     flops: int
 
 
-def products_of(case: Case) -> tuple[list[Product], list[Product]]:
-    """All products of one step: of its linear layers, and of its attention."""
+def step_products(case: Case) -> tuple[list[Product], list[Product]]:
+    """All matrix products of one step: those of linear layers, and those of attention."""
     network = GPT(case.config)
     linear = []
     for layer in network.modules():
@@ -149,7 +148,7 @@ def products_of(case: Case) -> tuple[list[Product], list[Product]]:
 
 
 def linear_products(rows: int, layer: Linear, precision: str) -> Iterator[Product]:
-    """Forward, and the gradients of the inputs and of the weights."""
+    """Products of a linear layer: forward, and the gradients of inputs and weights."""
     dtype = torch.bfloat16 if precision == BF16_MATMUL else torch.float32
     weight = layer.weight.detach().to(dtype)
     x, grad = torch.randn(rows, layer.in_features).to(dtype), torch.randn(rows, layer.out_features).to(dtype)
@@ -159,13 +158,13 @@ def linear_products(rows: int, layer: Linear, precision: str) -> Iterator[Produc
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a b, of matrices or of batches of them, by the library that is the faster here."""
+    """Matrix product a b, batched or not, with the library that is faster on this processor."""
     with use_onednn_for_matmul():
         return a @ b
 
 
 def attention_products(case: Case) -> Iterator[Product]:
-    """Q K^T and weights V of one layer and the four gradients, all pairs, batched over sequences and heads."""
+    """Products of one attention layer, over all pairs of tokens: Q K^T, weights V, and the four gradients."""
     c = case.config
     heads, T, D = case.batch_size * c.num_heads, c.context_length, c.head_dim
     wide, narrow = torch.randn(heads, T, T), torch.randn(heads, T, D)  # (B H, T, T), (B H, T, D)
@@ -173,8 +172,8 @@ def attention_products(case: Case) -> Iterator[Product]:
         yield Product(lambda a=a, b=b: product(a, b), 2 * heads * T * T * D)
 
 
-def all_of(products: list[Product]) -> Callable[[], None]:
-    """Makes them one after the other."""
+def run_all(products: list[Product]) -> Callable[[], None]:
+    """Returns a function that runs all products in order."""
 
     def step() -> None:
         for product in products:
@@ -187,14 +186,14 @@ def all_of(products: list[Product]) -> Callable[[], None]:
 
 
 def medians_in_turns(steps: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
-    """Milliseconds a step of each side in every round."""
+    """Milliseconds per step of each function in every round."""
     for step in steps.values():
         for _ in range(WARMUP_STEPS):
             step()
     rounds = {name: [] for name in steps}
     for _ in range(ROUNDS):
         for name, step in steps.items():
-            step()  # what the side before left in the caches is not its own
+            step()  # refills the processor's caches
             start = time.perf_counter()
             for _ in range(STEPS):
                 step()
@@ -203,9 +202,9 @@ def medians_in_turns(steps: dict[str, Callable[[], None]]) -> dict[str, list[flo
 
 
 def measure(case: Case, against: bool, compiled: bool) -> dict[str, float]:
-    """Milliseconds, speeds, the share, and how many times as fast as Hugging Face."""
-    linear, attention = products_of(case)
-    steps = {"ours": our_step(case), "linear": all_of(linear), "attention": all_of(attention)}
+    """Measures step times, speeds, the share, and the ratio to Hugging Face."""
+    linear, attention = step_products(case)
+    steps = {"ours": our_step(case), "linear": run_all(linear), "attention": run_all(attention)}
     if against:
         steps |= {"theirs": hugging_face_step(case), "theirs_fused": hugging_face_step(case, fused=True)}
         if compiled:
@@ -232,7 +231,7 @@ def measure(case: Case, against: bool, compiled: bool) -> dict[str, float]:
 
 
 def main(config: TrainingSpeedConfig) -> None:
-    """Prints what was measured, beside what is promised, and one JSON line. Raises UserError."""
+    """Prints measured and promised figures, and one JSON line. Raises UserError."""
     check_transformers_installed()
     torch.manual_seed(0)
     kernels.set_enabled(config.kernels)

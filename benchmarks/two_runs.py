@@ -1,11 +1,11 @@
-"""Two runs on the same cores at once, each beside one run alone: what a shorter wait of OpenMP's threads would bring.
+"""Two concurrent runs on the same cores: the effect of how long OpenMP threads spin while they wait.
 
     python -m benchmarks.two_runs [SPIN_COUNT ...]      (default: 10000)
 
-Each process trains the default network for SECONDS, with all threads that PyTorch takes by itself. One alone and two at
-once take turns, with libgomp's own wait ("default"), asleep at once (OMP_WAIT_POLICY=PASSIVE), and with each
-GOMP_SPINCOUNT given. The last line is JSON. Figures are shares of the speed of one run alone with libgomp's own wait:
-medians over ROUNDS, each share taken within its round.
+Each process trains the default network for SECONDS with PyTorch's default number of threads. One run and two concurrent
+runs alternate, with libgomp's default wait ("default"), without spinning (OMP_WAIT_POLICY=PASSIVE), and with each given
+GOMP_SPINCOUNT. Figures are relative to the speed of one run with the default wait in the same round; medians over
+ROUNDS. The last line is JSON.
 """
 
 import json
@@ -26,7 +26,7 @@ VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 def train_default_steps() -> None:
-    """What a measured process does: says "ready", waits for a line, trains, prints optimiser steps per second."""
+    """Runs in the measured process: prints "ready", waits for a line, trains, prints optimizer steps per second."""
     import torch
 
     from model.gpt import GPT
@@ -58,10 +58,10 @@ def train_default_steps() -> None:
 
 
 def speeds(number: int, wait: dict[str, str]) -> list[float]:
-    """Steps per second of so many processes that train at once.
+    """Steps per second of each of `number` processes that train concurrently.
 
     Args:
-        wait: environment variables that say how their threads wait.
+        wait: environment variables that set how threads wait.
     """
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES} | wait
     code = "from benchmarks.two_runs import train_default_steps; train_default_steps()"
@@ -80,10 +80,10 @@ def speeds(number: int, wait: dict[str, str]) -> list[float]:
 
 
 def main(arguments: list[str]) -> None:
-    """Prints a line for each way to wait, and one JSON line. Raises UserError for spin counts that are no numbers."""
+    """Prints one line per wait policy, and one JSON line. Raises UserError for invalid spin counts."""
     counts = arguments or ["10000"]
     if not all(count.isdecimal() for count in counts):
-        raise UserError(f"{' '.join(counts)!r} must be whole numbers, such as 10000.")
+        raise UserError(f"spin counts are {' '.join(counts)!r}, but must be whole numbers, such as 10000.")
     ways = {"default": {"GOMP_SPINCOUNT": "300000"}, "passive": {"OMP_WAIT_POLICY": "PASSIVE"}}
     ways |= {f"spin {count}": {"GOMP_SPINCOUNT": str(count)} for count in counts}
     shares: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}

@@ -1,4 +1,4 @@
-"""The two things whose cost is measured, each with one of several attentions: an attention pass and a training step."""
+"""Workloads to measure: an attention pass and a training step, with a choice of attention implementation."""
 
 import functools
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from model.layers import sliding_window_attention
 from training.config import OptimizerConfig
 from training.optim import build_optimizer
 
-# sliding window attention as the model takes it, and the two ways it can go on CUDA, whichever it would take.
+# "sliding_window" selects an implementation like the model does; the others are its two implementations on CUDA.
 SLIDING_WINDOW = {
     "sliding_window": sliding_window_attention,
     "blocks": attention_in_blocks,
@@ -26,10 +26,10 @@ SLIDING_WINDOW = {
 
 @dataclass(frozen=True)
 class Workload:
-    """Something with a forward and a backward half."""
+    """A forward and a backward pass."""
 
     forward: Callable[[], Tensor]
-    backward: Callable[[Tensor], None]  # takes what forward gave; for a training step the optimiser is in it
+    backward: Callable[[Tensor], None]  # of the output of forward; includes the optimizer in a training step
 
     def __call__(self) -> None:
         self.backward(self.forward())
@@ -43,7 +43,7 @@ def attention_pass(
     device: str,
     dtype: torch.dtype = torch.float32,
 ) -> Workload:
-    """softmax(Q K^T / sqrt(D)) V of one layer, causal, and its gradients: no projections."""
+    """Causal softmax(Q K^T / sqrt(D)) V of one layer and its gradients, without projections."""
     shape = (sequences, config.num_heads, context_length, config.head_dim)
     q, k, v = (torch.randn(shape, device=device, dtype=dtype).requires_grad_() for _ in range(3))  # (B, H, T, D)
     upstream = torch.randn(shape, device=device, dtype=dtype)
@@ -71,7 +71,7 @@ def training_step(
     sequences: int,
     device: str,
 ) -> Workload:
-    """Forward pass, loss, backward pass and optimiser of the whole model, on random tokens."""
+    """Forward pass, loss, backward pass and optimizer step of the whole model on random tokens."""
     window = config.sliding_window if implementation == "sliding_window" else None
     network = GPT(replace(config, context_length=context_length, sliding_window=window)).to(device)
     if implementation == "eager":
@@ -88,12 +88,12 @@ def training_step(
         optimizer.step()
         optimizer.zero_grad()
 
-    backward(forward(ids[:1, :9]))  # so that the optimiser has its averages
+    backward(forward(ids[:1, :9]))  # allocates the optimizer state
     return Workload(functools.partial(forward, ids), backward)
 
 
 class EagerAttention(nn.Module):
-    """A model's attention, made to take the path that shows its weights."""
+    """Wraps an attention layer so that it computes its weights explicitly."""
 
     def __init__(self, attention: nn.Module):
         super().__init__()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import sampling, training_speed
-from benchmarks.training_speed import Case, hugging_face_step, our_step, products_of
+from benchmarks.training_speed import Case, hugging_face_step, our_step, step_products
 from configs.compose import compose
 from model.config import GPTConfig
 from model.flops import attention_flops, non_attention_flops
@@ -27,13 +27,13 @@ def case(config):
 
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
 def test_products_have_the_operations_of_a_step_on_paper(config):
-    linear, attention = products_of(case(config))
+    linear, attention = step_products(case(config))
     assert sum(p.flops for p in linear) == 3 * 3 * non_attention_flops(config, config.context_length)
     assert sum(p.flops for p in attention) == 3 * 3 * attention_flops(config, config.context_length, "eager")
 
 
 def test_a_product_makes_the_operations_it_says():
-    for product in [each for some in products_of(case(SHAPES["gpt2"])) for each in some]:
+    for product in [each for some in step_products(case(SHAPES["gpt2"])) for each in some]:
         result = product.run()
         summed_over = product.flops / (2 * result.numel())
         # widths; a head's and its context; the tokens of a batch, and of the two chunks of the output layer
