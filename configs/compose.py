@@ -51,7 +51,7 @@ def run_config(config: DictConfig) -> RunConfig:
     hydra_config, sweep_job = HydraConfig.get(), None
     if hydra_config.mode == RunMode.MULTIRUN:
         sweep_job = current_sweep_job()
-    overrides = tuple(hydra_config.overrides.task)
+    overrides = tuple(OmegaConf.to_container(hydra_config.overrides.task))  # ${...} in them stays as typed
     config, changed = check_config(config, "train"), keys_of(overrides)
     if sweep_job and config.resume not in (None, "false"):
         raise UserError("resume continues a run or a sweep, so there is nothing to sweep over. Leave out -m.")
@@ -64,7 +64,7 @@ def run_config(config: DictConfig) -> RunConfig:
 def current_sweep_job() -> SweepJob:
     """The run of the sweep that Hydra has just composed."""
     hydra_config = HydraConfig.get()
-    settings = swept_overrides(hydra_config.overrides.task)
+    settings = swept_overrides(OmegaConf.to_container(hydra_config.overrides.task))
     return SweepJob(Path(hydra_config.sweep.dir), hydra_config.job.num, ",".join(settings))
 
 

@@ -196,6 +196,7 @@ def tiny_run(tmp_path_factory, worker_id, call) -> Finished:
                 "trainer.log_every_n_steps=5",
                 "trainer.max_steps=40",
                 runs=folder / "runs",
+                fresh=True,
             )
             record.write_text(json.dumps(asdict(finished)), encoding="utf-8")
     return Finished(**json.loads(record.read_text(encoding="utf-8")))

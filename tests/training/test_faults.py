@@ -108,7 +108,7 @@ def test_second_ctrl_c_stops_at_once(start, train_here, tiny, tmp_path):
 
 
 def test_ctrl_c_before_training_is_130_and_no_traceback(start, tiny, tmp_path):
-    process = start("train.py", *tiny, "trainer.max_steps=5", f"runs_dir={tmp_path}")
+    process = start("train.py", *tiny, "trainer.max_steps=5", f"runs_dir={tmp_path}", fresh=True)
     try:
         time.sleep(1.0)  # it imports
         process.send_signal(signal.SIGINT)

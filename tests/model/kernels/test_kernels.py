@@ -94,8 +94,7 @@ def test_a_run_trains_with_kernels_off_by_the_environment(call, tiny, tmp_path):
 
 
 def test_asking_for_a_precision_that_is_a_kernel_is_refused_where_kernels_are_off(refuse, tiny):
-    kernels.set_enabled(False)
-    error = refuse("train", *tiny, "trainer.max_steps=1", "trainer.precision=bf16-matmul")
+    error = refuse("train", *tiny, "trainer.max_steps=1", "trainer.precision=bf16-matmul", "kernels=off")
     assert "kernels are off" in error and "32-true" in error
 
 
