@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from sampling.config import SampleConfig, SamplingConfig
 from system.deferred_imports import deferred_imports
 from system.errors import UserError
-from system.files import check_suffix, read_prompt
+from system.files import read_prompt
 from system.streams import for_terminal, print_note
 from system.text import escape_json
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # torch is imported after the checks that do not need it
     from checkpoint.checkpoint import Checkpoint
     from sampling.text import Scores
 
+SUFFIX = ".safetensors"
 # Minimum surprisal in bits, and the foreground color (of xterm's 256) for it.
 COLORS = ((0, 244), (1, 71), (3, 178), (6, 208), (9, 196))
 
@@ -43,11 +44,11 @@ def main(config: SampleConfig) -> None:
     device = pick_device(config.device)
     checkpoint = load_checkpoint(find_checkpoint(config.checkpoint, config.runs_dir), device)
     if config.export is not None:
-        checkpoint.export(Path(config.export))
+        usage = export(checkpoint, config)
     print_note(checkpoint.describe())
     as_json = config.format == "jsonl"
     if config.export is not None:
-        print_note(f"exported: {config.export}")
+        print_note(f"exported: {config.export}{usage}")
     elif config.mode == "write":
         write_samples(checkpoint, prompt, config, as_json)
     elif config.mode == "interactive":
@@ -62,9 +63,32 @@ def check_settings(config: SampleConfig, prompt: str) -> None:
         raise UserError("mode=interactive reads prompts line by line. Leave prompt and prompt_file out.")
     if config.export is not None and (prompt or config.mode != "write"):
         raise UserError("export does not generate text. Leave prompt, prompt_file and mode out.")
-    check_suffix("export", config.export, ".safetensors")
+    if config.export is not None and not config.export.endswith("/") and Path(config.export).suffix not in ("", SUFFIX):
+        raise UserError(
+            f"export is {config.export!r}, but must be a file that ends in {SUFFIX}, or a directory for Hugging Face "
+            "transformers: export=my-model/"
+        )
     if config.mode == "score" and not prompt:
         raise UserError('There is no text to score. Give one: prompt="To be, or not", or prompt_file=poem.txt')
+
+
+def export(checkpoint: Checkpoint, config: SampleConfig) -> str:
+    """Writes the network to a safetensors file or a Hugging Face directory; returns how transformers loads it."""
+    path = Path(config.export)
+    if path.suffix == SUFFIX:
+        checkpoint.export(path)
+        return ""
+    from configs.saved_config import training_command
+
+    generation = {
+        "do_sample": config.temperature > 0,
+        "max_length": checkpoint.network.config.context_length,
+        "temperature": config.temperature or None,
+        **{name: getattr(config, name) for name in ("top_k", "top_p", "min_p", "repetition_penalty")},
+    }
+    generation["top_k"] = config.top_k or 0  # transformers has a default of 50
+    run = training_command(checkpoint.path.parent.parent)
+    return "\n" + checkpoint.export_directory(path, {k: v for k, v in generation.items() if v is not None}, run)
 
 
 def write_samples(checkpoint: Checkpoint, prompt: str, config: SamplingConfig, as_json: bool, first: int = 0) -> None:

@@ -6,6 +6,7 @@ everything needed for sampling: {"format", "model": GPTConfig's fields, "tokeniz
 checkpoint/io.py. checkpoint/safetensors_io.py has the export format.
 """
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ from typing import Any
 import tiktoken
 import torch
 
+from checkpoint.hugging_face.architectures import architecture_for
+from checkpoint.hugging_face.directory import is_directory, read_directory, write_directory
+from checkpoint.hugging_face.hub import HUB_PREFIX, hub_directory
+from checkpoint.hugging_face.model_card import model_card, usage
 from checkpoint.io import read_checkpoint, write_checkpoint
 from checkpoint.safetensors_io import SUFFIX, read_safetensors, write_safetensors
 from data.tokenizer import deserialize, serialize
@@ -54,17 +59,42 @@ class Checkpoint:
     def describe(self) -> str:
         """One line for the log: file, step, size and validation loss."""
         loss = self.validation
-        return (
+        text = (
             f"{self.path}: step {self.step:,}, {self.network.num_parameters():,} parameters, "
             f"context {self.network.config.context_length}, tokenizer {self.tokenizer.name} "
-            f"({self.tokenizer.n_vocab:,} tokens), validation {loss['nats_per_token']:.3f} nats per token, "
-            f"{loss['bits_per_byte']:.3f} bits per byte"
+            f"({self.tokenizer.n_vocab:,} tokens)"
+        )
+        if math.isnan(loss["bits_per_byte"]):  # an imported network
+            return text
+        return (
+            f"{text}, validation {loss['nats_per_token']:.3f} nats per token, {loss['bits_per_byte']:.3f} bits per byte"
         )
 
     def export(self, path: Path) -> None:
         """Writes a safetensors file with the network and everything needed for sampling. Raises UserError."""
         metadata = checkpoint_metadata(self.network.config, self.tokenizer, self.step, self.validation)
         write_safetensors(path, metadata, self.network.state_dict())
+
+    def export_directory(self, path: Path, generation: dict[str, Any], run: dict[str, Any]) -> str:
+        """Writes a directory that Hugging Face transformers loads.
+
+        Args:
+            generation: entries of generation_config.json.
+            run: what the model card says of the training run, see `model_card`.
+
+        Returns:
+            The lines with which transformers loads it.
+
+        Raises:
+            UserError: no architecture of transformers is this network, or a file cannot be written.
+        """
+        config, network = self.network.config, self.network
+        architecture = architecture_for(config)
+        card = model_card(
+            architecture, config, self.tokenizer, self.validation, network.num_parameters(), self.step, run
+        )
+        write_directory(path, config, self.tokenizer, network.state_dict(), card, generation)
+        return usage(architecture, path)
 
 
 def checkpoint_metadata(
@@ -93,27 +123,42 @@ def load_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> Che
     """Loads a trained network and its tokenizer.
 
     Args:
-        path: a .ckpt or .safetensors file, or a run directory, which stands for its best checkpoint.
+        path: a .ckpt or .safetensors file, a Hugging Face directory or hf:OWNER/NAME, or a run directory, which
+            stands for its best checkpoint.
         device: where to put the network.
 
     Raises:
         UserError: the file is missing, damaged, from an unsupported version, or its weights do not match its config.
     """
     path = checkpoint_path(path)
-    if path.suffix == SUFFIX:
-        entry, weights = read_safetensors(path)
-    else:
-        content = read_checkpoint(path)
-        entry, weights = content["gpt"], network_weights(content, path)
+    entry, weights = read_network(path)
     config, tokenizer = check_entry(entry, weights, path)
     network = GPT(config)
     load_weights(network, weights, path)
     return Checkpoint(path, network.to(device).eval(), tokenizer, entry["step"], entry["validation"])
 
 
+def read_network(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Reads the `gpt` entry and the weights from any kind of checkpoint. Raises UserError."""
+    if is_directory(path):
+        entry, weights = read_directory(path)
+        return {"format": FORMAT, **entry}, weights
+    if path.suffix == SUFFIX:
+        return read_safetensors(path)
+    content = read_checkpoint(path)
+    return content["gpt"], network_weights(content, path)
+
+
 def checkpoint_path(path: str | Path) -> Path:
-    """The checkpoint file that a path stands for: a file itself, or a run directory's best checkpoint."""
+    """The checkpoint that a path stands for: a file or Hugging Face directory itself, a run directory's best.
+
+    Raises UserError if hf:OWNER/NAME cannot be found.
+    """
+    if str(path).startswith(HUB_PREFIX):
+        return hub_directory(str(path).removeprefix(HUB_PREFIX))
     path = Path(path)
+    if is_directory(path):
+        return path
     return path / "checkpoints" / "best.ckpt" if path.is_dir() else path
 
 

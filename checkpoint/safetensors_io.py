@@ -43,7 +43,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            entry = {name: json.loads(metadata[name], object_pairs_hook=_unique_keys) for name in ENTRIES}
+            entry = {name: json.loads(metadata[name], object_pairs_hook=unique_keys) for name in ENTRIES}
             return entry, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- not a dict
     except KeyError as error:
         reason = f"its metadata has no {error}"
@@ -52,7 +52,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor
     raise UserError(f"{path} is damaged, or not an export of sample.py: {reason}. Export it again, or use another.")
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Returns a JSON object. Raises ValueError for a duplicate key, which different parsers could read differently."""
     if len(dict(pairs)) != len(pairs):
         raise ValueError("duplicate key in its metadata")

@@ -4,6 +4,7 @@ The file may have been edited, or come from another person, so its values are ch
 """
 
 import re
+import shlex
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from configs.defaults import default_config, flatten
 from system.checks import short_repr
 from system.errors import UserError
 from system.files import atomic_write
@@ -34,6 +36,24 @@ def save_config(config: RunConfig, run_dir: Path) -> None:
     values = OmegaConf.create(_escape_values(config.values()))
     with atomic_write(run_dir / "config.yaml", run_dir / "config.tmp") as file:
         file.write(OmegaConf.to_yaml(values).encode())
+
+
+def training_command(run_dir: Path) -> dict[str, str]:
+    """How a run was trained: "text" and "command". Empty if there is no readable config.yaml."""
+    try:
+        saved = flatten(OmegaConf.to_container(_saved_config(run_dir)))
+    except (OSError, UserError):
+        return {}
+    default = flatten(default_config("train"))
+    ours = {
+        key: value for key, value in saved.items() if not isinstance(value, dict) and default.get(key, key) != value
+    }
+    left_out = ("resume", "init_from", "runs_dir", "data.cache_dir", "model.vocab_size")
+    settings = [shlex.quote(f"{key}={_shown(value)}") for key, value in ours.items() if key not in left_out]
+    return {
+        "text": str(saved.get("data.corpus") or "the embedded Shakespeare"),
+        "command": " ".join(["python train.py", *settings]),
+    }
 
 
 def _escape_values(node: Any) -> Any:
