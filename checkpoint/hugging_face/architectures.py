@@ -47,9 +47,12 @@ class Architecture:
             found.pop("window_pattern", None)
         if config.resolved_num_kv_heads == config.num_heads:
             found.pop("num_kv_heads", None)
-        return [
-            f"model.{name}={short_repr(value)}" for name, value in found.items() if value not in self.requires[name]
-        ]
+        return [f"model.{name}={_as_set(value)}" for name, value in found.items() if value not in self.requires[name]]
+
+
+def _as_set(value: Any) -> str:
+    """As on the command line."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def architecture_for(config: GPTConfig) -> Architecture:

@@ -168,7 +168,10 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
     file = _file(path, name)
     if file.stat().st_size > MAX_BYTES[name]:
         raise ValueError(f"{name} has more than {MAX_BYTES[name] >> 20} MB")
-    content = json.loads(file.read_bytes(), object_pairs_hook=unique_keys)
+    try:
+        content = json.loads(file.read_bytes(), object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is damaged: {error}") from None
     check(content, {str: object}, name)
     return content
 
@@ -176,16 +179,18 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
 def _read_weights(path: Path, config: GPTConfig) -> dict[str, Tensor]:
     """The tensors of all files, in float32."""
     places: dict[str, Any] = {}  # name -> the open file that has it
+    found: set[str] = set()
     files = [safe_open(_file(path, name), "pt") for name in _weight_files(path)]
     for file in files:
         for name in file.keys():  # noqa: SIM118 -- it is no dict
-            if name in places:
+            if _bare(name) in found:
                 raise ValueError(f"it has {name} twice")
+            found.add(_bare(name))
             places[name] = file
-    found = sum(math.prod(file.get_slice(name).get_shape()) for name, file in places.items())
+    available = sum(math.prod(file.get_slice(name).get_shape()) for name, file in places.items())
     needed = min_parameters(config)
-    if needed > found:
-        raise ValueError(f"its config describes a network of {needed:,} weights, but it has {found:,}")
+    if needed > available:
+        raise ValueError(f"its config describes a network of {needed:,} weights, but it has {available:,}")
     if config.num_layers * MIN_TENSORS_PER_LAYER > len(places):
         raise ValueError(f"its config describes {pluralize(config.num_layers, 'layer')}, it has {len(places)} tensors")
     tensors, dtypes = {}, set()

@@ -26,7 +26,7 @@ def model_card(
         run: "text" and "command" of the training run, where they are known.
     """
     custom = (
-        "\nThe architecture is not part of transformers: `modeling_tiny_gpt.py`, 50 lines, has what it adds to "
+        "\nThe architecture is not part of transformers: `modeling_tiny_gpt.py`, 60 lines, has what it adds to "
         "NanoChat, a table of token pairs. `trust_remote_code=True` runs that file. A network trained with "
         "`model=nanochat` needs no code.\n"
         if architecture.custom_code
@@ -74,5 +74,7 @@ The text continues without an end-of-text token; `max_length` is the context. Sp
 
 def usage(architecture: Architecture, path: Path) -> str:
     """The line of Python that loads an exported directory."""
-    trust = ", trust_remote_code=True" if architecture.custom_code else ""
-    return f'generate = pipeline("text-generation", "{path}"{trust})'
+    line = f'generate = pipeline("text-generation", "{path}"'
+    if not architecture.custom_code:
+        return f"{line})"
+    return f"{line}, trust_remote_code=True)  # runs modeling_tiny_gpt.py; model=nanochat needs no code"

@@ -26,11 +26,24 @@ class TinyGPTForCausalLM(NanoChatForCausalLM):
         self.bigram_embedding = nn.Embedding(config.bigram_table_size, config.hidden_size)
         self.post_init()
 
-    def forward(self, input_ids: Tensor | None = None, prev_ids: Tensor | None = None, **kwargs):
-        """NanoChatForCausalLM.forward. prev_ids: (B,), the tokens before the first of input_ids; -1: there is none."""
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        prev_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs,
+    ):
+        """NanoChatForCausalLM.forward: transformers reads the names of its arguments.
+
+        prev_ids: (B,), the tokens before the first of input_ids; -1: there is none.
+        """
         if input_ids is not None:
-            kwargs["inputs_embeds"] = self.embed(input_ids, prev_ids, kwargs.get("attention_mask"))
-        return super().forward(**kwargs)
+            kwargs["inputs_embeds"] = self.embed(input_ids, prev_ids, attention_mask)
+        named = {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
+        return super().forward(**named, logits_to_keep=logits_to_keep, **kwargs)
 
     def embed(self, ids: Tensor, prev_ids: Tensor | None = None, attention_mask: Tensor | None = None) -> Tensor:
         """Embeddings of tokens and pairs. ids (B, T) -> (B, T, C)."""

@@ -12,11 +12,12 @@ from typing import Any
 
 import tiktoken
 
-from data.tokenizer import MAX_ID, SEGMENT_CHARS, deserialize, make_encoding, serialize
+from data.tokenizer import MAX_ID, SEGMENT_CHARS, deserialize, format_merges
 from system.checks import Bounded, check, short_repr
 
 # Our encodings first cut a text that is longer (data/tokenizer.py: `segments`): the same cuts as a pattern.
-SEGMENT_PATTERN = rf"[\s\S]{{0,{SEGMENT_CHARS - 1}}}\p{{L}}(?=\s)|[\s\S]{{1,{SEGMENT_CHARS}}}"
+# Python's isspace() has four control characters that \s does not have.
+SEGMENT_PATTERN = rf"[\s\S]{{0,{SEGMENT_CHARS - 1}}}\p{{L}}(?=[\s\x1c-\x1f])|[\s\S]{{1,{SEGMENT_CHARS}}}"
 # The pattern inside of the pre-tokenizer "ByteLevel" (Radford et al. 2019).
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _UNUSED = "<|unused|>"
@@ -97,7 +98,9 @@ def encoding_from_json(content: dict[str, Any], vocab_size: int) -> tiktoken.Enc
     check(model, {"vocab": {str: Bounded(int, 0, MAX_ID)}, "merges": [object]}, "model")
     special = {}
     for token in added:
-        check(token, {"content": str, "id": Bounded(int, 0, MAX_ID)}, "added_tokens")
+        check(token, {"content": str, "id": Bounded(int, 0, MAX_ID), "special?": bool}, "added_tokens")
+        if not token.get("special", True):
+            raise ValueError(f"its tokenizer has the added token {short_repr(token['content'])}, which is not special")
         special[token["content"]] = token["id"]
     ranks = {_to_bytes(text): rank for text, rank in model["vocab"].items() if text not in special}
     _check_merges(model["merges"], ranks)
@@ -106,17 +109,25 @@ def encoding_from_json(content: dict[str, Any], vocab_size: int) -> tiktoken.Enc
         raise ValueError(f"its tokenizer has {tokens:,} tokens, its network {vocab_size:,}")
     if tokens < vocab_size:
         special[_UNUSED] = vocab_size - 1
-    encoding = make_encoding("huggingface", _pattern(content.get("pre_tokenizer")), ranks, special)
-    return deserialize(serialize(encoding))  # with all its checks
+    return deserialize(
+        {
+            "name": "huggingface",
+            "pattern": _pattern(content.get("pre_tokenizer")),
+            "merges": format_merges(ranks),
+            "special_tokens": [[name, token_id] for name, token_id in special.items()],
+        }
+    )
 
 
 def _check_merges(merges: list[Any], ranks: dict[bytes, int]) -> None:
     """Raises ValueError where the order of merges is not that of the ids: tiktoken knows no other."""
     last = -1
     for merge in merges:
-        left, right = merge.split(" ", 1) if isinstance(merge, str) and " " in merge else (merge or (None, None))[:2]
-        check(left, str, "a merge")
-        check(right, str, "a merge")
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        check(pair, [str], "a merge")
+        if len(pair) != 2:
+            raise ValueError(f"a merge has {len(pair)} tokens, not 2")
+        left, right = pair
         rank = ranks.get(_to_bytes(left) + _to_bytes(right))
         if rank is None:
             raise ValueError(f"merges has {short_repr(f'{left} {right}')}, which is no token")
