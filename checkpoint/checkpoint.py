@@ -59,8 +59,9 @@ class Checkpoint:
     def describe(self) -> str:
         """One line for the log: file, step, size and validation loss."""
         loss = self.validation
+        step = f"step {self.step:,}, " if self.step else ""
         text = (
-            f"{self.path}: step {self.step:,}, {self.network.num_parameters():,} parameters, "
+            f"{self.path}: {step}{self.network.num_parameters():,} parameters, "
             f"context {self.network.config.context_length}, tokenizer {self.tokenizer.name} "
             f"({self.tokenizer.n_vocab:,} tokens)"
         )
