@@ -1,10 +1,11 @@
 """The checkpoint that a run resumes from, or takes its initial weights from."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import tiktoken
+import torch
 from lightning.pytorch import Trainer
 
 from checkpoint.checkpoint import (
@@ -16,6 +17,7 @@ from checkpoint.checkpoint import (
     find_checkpoint,
     load_weights,
     network_weights,
+    read_network,
 )
 from checkpoint.io import read_checkpoint
 from model.config import GPTConfig
@@ -36,6 +38,7 @@ class InitialState:
 
     path: Path
     content: dict[str, Any]
+    weights: dict[str, torch.Tensor]
     network: GPTConfig
     """The network of the checkpoint."""
     saved_tokenizer: tiktoken.Encoding
@@ -68,7 +71,7 @@ class InitialState:
 
     def load_into(self, network: GPT) -> None:
         """Loads the weights into the network. Raises UserError for missing or unexpected weights."""
-        load_weights(network, network_weights(self.content, self.path), self.path)
+        load_weights(network, self.weights, self.path)
 
     def check_bounds(self, trainer: Trainer, config: RunConfig, batches_per_epoch: int, finished: bool) -> None:
         """Raises UserError if a bound of the run is already reached, so that nothing is left to train.
@@ -107,16 +110,34 @@ def load_initial_state(config: RunConfig) -> InitialState | None:
     resumed = config.resumed
     if resumed and resumed.checkpoint:
         path, content = resumed.checkpoint, _read_state(resumed.checkpoint)
+        weights = network_weights(content, path)
     elif config.init_from is not None:
         path = find_checkpoint(config.init_from, config.runs_dir)
-        content = read_checkpoint(path)
+        entry, weights = read_network(path)
+        content = {"gpt": entry}
     else:
         return None
-    network, tokenizer = check_entry(content["gpt"], network_weights(content, path), path)
-    initial_state = InitialState(path, content, network, tokenizer, is_resume=resumed is not None)
+    network, tokenizer = check_entry(content["gpt"], weights, path)
+    if not resumed:
+        network, weights = _with_context_length(network, weights, config)
+    initial_state = InitialState(path, content, weights, network, tokenizer, is_resume=resumed is not None)
     if resumed:
         check_same_settings(initial_state.run.get("settings", {}), config)
     return initial_state
+
+
+def _with_context_length(
+    network: GPTConfig, weights: dict[str, torch.Tensor], config: RunConfig
+) -> tuple[GPTConfig, dict[str, torch.Tensor]]:
+    """Crops learned positions if the command line sets a smaller context. RoPE has no weights: any length fits."""
+    length = config.model.context_length
+    if "model.context_length" not in config.overridden_keys:
+        return network, weights
+    if network.positions == "learned":
+        if length >= network.context_length:
+            return network, weights  # with_network_of raises for a longer one
+        weights = weights | {"position_embedding.weight": weights["position_embedding.weight"][:length].clone()}
+    return replace(network, context_length=length), weights
 
 
 def with_network_of(initial_state: InitialState, config: RunConfig) -> RunConfig:

@@ -286,6 +286,45 @@ def test_any_text_gets_the_same_ids(tokenizers, name, pieces):
     check_same(tokenizers, name, "".join(pieces))
 
 
+# Directories that transformers wrote
+
+
+def from_transformers(path: Path, kind: str, text: str):
+    """A random network of transformers, and a tokenizer as GPT-2's, learned by the tokenizers library."""
+    import tokenizers
+
+    learned = tokenizers.ByteLevelBPETokenizer()
+    learned.train_from_iterator([text], vocab_size=600, special_tokens=["<|endoftext|>"], show_progress=False)
+    learned.save(str(path / "tokenizer.json"))
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(vocab_size=600, n_positions=64, n_embd=32, n_layer=2, n_head=4)
+        model = transformers.GPT2LMHeadModel(config)
+    else:
+        sizes = {"vocab_size": 608, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes |= heads | {"max_position_embeddings": 64}
+        family = {"llama": "Llama", "mistral": "Mistral", "nanochat": "NanoChat"}[kind]
+        config = getattr(transformers, f"{family}Config")(**sizes)
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.eval().save_pretrained(path)
+    return model, learned
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral", "nanochat"])
+def test_directory_that_transformers_wrote_is_the_same_network_and_tokenizer(tmp_path, text, kind):
+    model, tokenizer = from_transformers(tmp_path, kind, text[:50_000])
+    read = load_checkpoint(tmp_path)
+    ids = torch.randint(600, (2, 64), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        assert_close(read.network(ids), model(ids).logits, atol=1e-4, rtol=1e-4)
+    for name, unusual in TEXTS.items():
+        if name != "names of special tokens":  # text for us
+            assert encode(read.tokenizer, unusual).tolist() == tokenizer.encode(unusual).ids, name
+
+
 # sample.py
 
 
@@ -325,3 +364,42 @@ def test_directory_with_other_files_is_not_written_into(sample_here, tiny_run, t
     (tmp_path / "notes.txt").write_text("mine")
     assert "has other files" in sample_here(f"checkpoint={tiny_run.dir}", f"export={tmp_path}").error
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+# train.py
+
+CPU = ("trainer.accelerator=cpu",)
+
+
+def test_training_starts_from_a_directory_and_its_result_exports_again(
+    export, train_here, sample_here, text_file, tmp_path
+):
+    exported = export("gpt2", "bpe")
+    settings = ("trainer.max_steps=2", "model.context_length=16", "data.batch_size=4", "optimizer.lr=1e-4")
+    run = train_here(f"init_from={exported.path}", f"data.corpus={text_file}", *settings, settings=CPU)
+    assert run.returncode == 0, run.stderr
+    trained = load_checkpoint(run.path)
+    theirs = {"context_length": 16, "mlp_hidden": 128, "init": trained.network.config.init}
+    assert trained.network.config == replace(exported.network.config, **theirs)
+    old, new = exported.network.state_dict(), trained.network.state_dict()
+    positions = "position_embedding.weight"
+    assert_close(new[positions], old[positions][:16], atol=0.1, rtol=0)  # two steps of a small learning rate
+    assert all((new[name] - tensor).abs().max() < 0.1 for name, tensor in old.items() if name != positions)
+    assert not torch.equal(new["lm_head.weight"], old["lm_head.weight"])
+    assert sample_here(f"checkpoint={run.dir}", f"export={tmp_path / 'again'}").returncode == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
+    ids = torch.arange(16)[None]
+    with torch.inference_mode():
+        assert_close(theirs(ids).logits, trained.network(ids), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape, length", [("gpt2", 512), ("nanochat", 512)])
+def test_longer_context_is_rejected_for_learned_positions_only(export, train_here, text_file, shape, length):
+    exported = export(shape, "bpe")
+    settings = (f"init_from={exported.path}", f"model.context_length={length}", "trainer.max_steps=1")
+    run = train_here(*settings, f"data.corpus={text_file}", "data.batch_size=1", settings=CPU)
+    if shape == "gpt2":
+        assert f"model.context_length is {length}, in the checkpoint 256" in run.error
+    else:
+        assert run.returncode == 0, run.stderr
+        assert load_checkpoint(run.path).network.config.context_length == length
