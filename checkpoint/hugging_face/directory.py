@@ -37,7 +37,8 @@ logger = logging.getLogger(__name__)
 CONFIG, WEIGHTS, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
 FILES = (CONFIG, WEIGHTS, TOKENIZER)
 MODELING = Path(__file__).with_name("modeling_tiny_gpt.py")
-MAX_BYTES = {CONFIG: 1 << 20, INDEX: 16 << 20, TOKENIZER: 64 << 20}  # Llama 3's tokenizer.json has 17 MB
+MAX_BYTES = {CONFIG: 1 << 20, INDEX: 16 << 20, TOKENIZER: 32 << 20}  # Llama 3's tokenizer.json has 17 MB
+MAX_CONTAINERS = 1 << 20  # lists and dictionaries in a file: an empty list takes 64 bytes of memory for 3 of the file
 MIN_TENSORS_PER_LAYER = 4
 # Weights of published checkpoints that are not weights: causal masks, and frequencies that follow from the config.
 _BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$")
@@ -168,8 +169,11 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
     file = _file(path, name)
     if file.stat().st_size > MAX_BYTES[name]:
         raise ValueError(f"{name} has more than {MAX_BYTES[name] >> 20} MB")
+    text = file.read_bytes()
+    if text.count(b"[") + text.count(b"{") > MAX_CONTAINERS:
+        raise ValueError(f"{name} has more than {MAX_CONTAINERS:,} lists and dictionaries")
     try:
-        content = json.loads(file.read_bytes(), object_pairs_hook=unique_keys)
+        content = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} is damaged: {error}") from None
     check(content, {str: object}, name)

@@ -443,7 +443,12 @@ def test_merges_in_another_order_than_ids_are_rejected(path, reject):
 def test_tokenizer_of_millions_of_merges_is_rejected_by_its_size(path, reject):
     with open(path / "tokenizer.json", "wb") as file:
         file.truncate(10**9)  # sparse
-    assert "tokenizer.json has more than 64 MB" in reject(path)
+    assert "tokenizer.json has more than 32 MB" in reject(path)
+
+
+def test_tokenizer_that_would_take_much_more_memory_than_its_file_is_rejected(path, reject):
+    (path / "tokenizer.json").write_bytes(b'{"model": {"vocab": {}, "merges": [' + b"[]," * 10**7 + b"[]]}}")
+    assert "lists and dictionaries" in reject(path)
 
 
 def test_deep_tokenizer_is_rejected(path, reject):
