@@ -220,7 +220,6 @@ NAME = "transformer.h.0.ln_1.weight"
         (lambda tensors: tensors.update({"lm_head.weight": torch.zeros(256, 32)}), "ties them"),
         (lambda tensors: tensors.update({"wpe.weight": torch.zeros(16, 32)}), "twice"),  # and with the prefix
     ],
-    ids=str,
 )
 def test_weights_that_are_not_the_networks_are_rejected(path, reject, change, words):
     line = reject(change_tensors(path, change))
