@@ -1,4 +1,4 @@
-"""Head scores: five numbers per attention head, computed from its attention maps.
+"""Head scores: six numbers per attention head, computed from its attention maps.
 
 Maps are (L, B, H, T, T), of L layers, B texts and H heads. Rows sum to 1 and are 0 above the diagonal. Scores are
 (L, H), averaged over texts and queries. The first query is left out, because it can only attend to itself.
@@ -47,8 +47,19 @@ def induction_share(maps: Tensor) -> Tensor:
     return maps.diagonal(1 - n, -2, -1)[..., 1:].mean((1, -1))  # query t attends to key t - n + 1, for t >= n
 
 
+def duplicate_token_share(maps: Tensor) -> Tensor:
+    """Share of attention on the same token (duplicate token heads): Wang et al. 2022, arXiv:2211.00593.
+
+    In a repeated sequence "A B ... A", the share of attention from the second A to the first.
+
+    Args:
+        maps: of a sequence of n distinct tokens and its repetition, (L, B, H, 2n, 2n).
+    """
+    return maps.diagonal(-(maps.size(-1) // 2), -2, -1).mean((1, -1))  # query t attends to key t - n, for t >= n
+
+
 def head_scores(maps: Tensor, repeated_maps: Tensor) -> dict[str, Tensor]:
-    """All five scores by name, (L, H) each.
+    """All six scores by name, (L, H) each.
 
     Args:
         maps: of some text, (L, B, H, T, T).
@@ -60,6 +71,7 @@ def head_scores(maps: Tensor, repeated_maps: Tensor) -> dict[str, Tensor]:
         "previous": previous_token_share(maps),
         "first": first_token_share(maps),
         "induction": induction_share(repeated_maps),
+        "duplicate": duplicate_token_share(repeated_maps),
     }
 
 

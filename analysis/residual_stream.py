@@ -3,6 +3,8 @@
 Every function calls the blocks of the network themselves, so an edited `Block.forward` is used as edited.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,6 +37,37 @@ def run_blocks(network: GPT, x: Tensor, rope: Rope | None, first: int) -> Tensor
     for block in network.blocks[first:]:
         x = block(x, rope)
     return x
+
+
+@dataclass(frozen=True)
+class LayerOutputs:
+    """What one block adds to the residual stream, before the output projection of attention mixes the heads."""
+
+    heads: Tensor
+    """(B, T, H, D), the input of `attention.out_proj`: head h contributes its rows to columns h D ... (h + 1) D - 1."""
+    mlp: Tensor
+    """(B, T, C), the output of the MLP."""
+
+
+def layer_outputs(network: GPT, ids: Tensor) -> list[LayerOutputs]:
+    """Runs the network on ids (B, T) and records the outputs of all heads and MLPs with forward hooks."""
+    heads, mlps, hooks = {}, {}, []
+    for layer, block in enumerate(network.blocks):
+
+        def record_heads(module, args, layer=layer) -> None:
+            heads[layer] = args[0].unflatten(-1, (network.config.num_heads, -1))
+
+        def record_mlp(module, args, output, layer=layer) -> None:
+            mlps[layer] = output
+
+        hooks.append(block.attention.out_proj.register_forward_pre_hook(record_heads))
+        hooks.append(block.mlp.register_forward_hook(record_mlp))
+    try:
+        network.hidden_states(ids)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [LayerOutputs(heads[layer], mlps[layer]) for layer in range(len(network.blocks))]
 
 
 def token_losses(network: GPT, x: Tensor, targets: Tensor) -> Tensor:

@@ -5,9 +5,7 @@ import torch
 from model.config import GPTConfig
 from model.gpt import GPT
 
-LLAMA = {
-    **{"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied_embeddings": False},
-}
+LLAMA = {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied_embeddings": False}
 NANOCHAT = {
     **{"positions": "rope", "norm": "rmsnorm", "norm_affine": False, "mlp": "relu2", "bias": False, "qk_norm": True},
     **{"embedding_norm": True, "tied_embeddings": False, "init": "nanochat"},
@@ -28,7 +26,7 @@ def random_network(family: str, **fields) -> GPT:
     """3 layers of 4 heads; in training mode, with dropout, so that a measure has to turn it off."""
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB_SIZE, "context_length": 16, "num_layers": 3, "num_heads": 4, "d_model": 32}
-    network = GPT(GPTConfig(**sizes, **FAMILIES[family], **{"dropout": 0.3} | fields))
+    network = GPT(GPTConfig(**sizes | FAMILIES[family] | {"dropout": 0.3} | fields))
     with torch.no_grad():
         for weight in network.parameters():
             weight.normal_(0, 0.3 if weight.dim() > 1 else 0.5)

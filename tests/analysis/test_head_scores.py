@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from analysis.head_detector import (
+    duplicate_token_share,
     entropy_bits,
     first_token_share,
     head_scores,
@@ -31,6 +32,7 @@ UNIFORM = torch.ones(T, T).tril()[None, None, None] / torch.arange(1, T + 1)[:, 
 PREVIOUS = looks_at([0, *range(T - 1)])
 FIRST = looks_at([0] * T)
 ITSELF = looks_at(list(range(T)))
+DUPLICATE = looks_at([0] * (T // 2) + [t - T // 2 for t in range(T // 2, T)])
 INDUCTION = looks_at([0] * (T // 2) + [t - T // 2 + 1 for t in range(T // 2, T)])
 
 
@@ -62,6 +64,11 @@ CHOICES = range(1, T)  # queries that see more than themselves
         (induction_share, UNIFORM, mean(1 / (t + 1) for t in range(T // 2, T))),
         (induction_share, PREVIOUS, 0),
         (induction_share, ITSELF, 0),
+        (induction_share, DUPLICATE, 0),
+        (duplicate_token_share, DUPLICATE, 1),
+        (duplicate_token_share, UNIFORM, mean(1 / (t + 1) for t in range(T // 2, T))),
+        (duplicate_token_share, INDUCTION, 0),
+        (duplicate_token_share, ITSELF, 0),
     ],
 )
 def test_scores_of_hand_made_heads(score, maps, expected):
@@ -104,7 +111,7 @@ def test_scores_of_a_network_are_finite_and_shares(context_length):
 def test_every_validation_writes_one_picture_and_the_strongest_head_of_each_score(tiny_run, events):
     written = events(tiny_run.path)
     scalars = [tag for tag in written.Tags()["scalars"] if tag.startswith("attention/")]
-    names = ("distance_max", "entropy_min", "first_max", "induction_max", "previous_max")
+    names = ("distance_max", "duplicate_max", "entropy_min", "first_max", "induction_max", "previous_max")
     assert sorted(scalars) == [f"attention/{name}" for name in names]
     steps = [event.step for event in written.Scalars("Loss/validation")]
     for tag in scalars:

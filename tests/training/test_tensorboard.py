@@ -44,7 +44,7 @@ def test_every_curve_is_there_at_its_steps(log):
         assert steps.pop(tag) == READINGS, tag
     for tag in ("Speed/step_ms", "Speed/tokens_per_second"):
         assert steps.pop(tag) == READINGS[1:], tag  # the first five steps are warm-up
-    heads = ("entropy_min", "distance_max", "previous_max", "first_max", "induction_max")
+    heads = ("entropy_min", "distance_max", "previous_max", "first_max", "induction_max", "duplicate_max")
     for tag in ("Loss/validation", "Loss/validation_bits_per_byte", *(f"attention/{name}" for name in heads)):
         assert steps.pop(tag) == VALIDATIONS, tag
     for name in FINAL_METRICS:
