@@ -68,10 +68,13 @@ def train(config: RunConfig, started_at: float, exit_on_signal: bool = True) -> 
         from training.summary import log_stopped, summarize
 
     disable_malloc_trim()
-    kernels.set_enabled(config.kernels)
     setup_logging(None, silent=not is_first())  # again, because importing Lightning adds log handlers
     warnings.filterwarnings("ignore", module="lightning|torch")
-    with GracefulStop(exit_on_signal) as graceful_stop, explain_out_of_memory(config):
+    with (
+        GracefulStop(exit_on_signal) as graceful_stop,
+        explain_out_of_memory(config),
+        kernels.set_enabled(config.kernels),
+    ):
         run = prepare_run(config, load_initial_state(config), started_at)  # data and network
         run_dir = config.resumed.run_dir if config.resumed else new_run_dir(config)
         command = resume_command(run_dir)

@@ -26,6 +26,7 @@ from model.flops import min_parameters
 from model.gpt import GPT
 from system.checks import COUNT, Bounded, check, short_repr
 from system.errors import UserError
+from system.process import script_command
 from system.text import pluralize
 
 MAX_ROPE_NUMEL = 1 << 25  # a million positions x 32: the RoPE tables are the only tensors not limited by the file size
@@ -278,5 +279,5 @@ def find_checkpoint(choice: str | None, runs_dir: str) -> Path:
         return checkpoint_path(choice)
     found = sorted(Path(runs_dir).glob("**/checkpoints/best.ckpt"), key=lambda path: path.stat().st_mtime)
     if not found:
-        raise UserError(f"There is no trained run below {runs_dir!r} yet. Train one with: python train.py")
+        raise UserError(f"There is no trained run below {runs_dir!r} yet. Train one with: {script_command('train.py')}")
     return found[-1]

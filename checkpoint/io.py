@@ -15,6 +15,7 @@ from checkpoint.pickle_scan import check_safe
 from system.checks import check
 from system.errors import UserError
 from system.files import atomic_write
+from system.process import script_command
 
 MAGIC = b"tinyGPT1"
 FOOTER_BYTES = len(MAGIC) + hashlib.sha256().digest_size
@@ -44,7 +45,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     Raises UserError if the file is missing, damaged, or not a checkpoint.
     """
     if not path.is_file():
-        raise UserError(f"There is no checkpoint {path}. Train one with: python train.py")
+        raise UserError(f"There is no checkpoint {path}. Train one with: {script_command('train.py')}")
     try:
         data = path.read_bytes()
         footer, body = data[-FOOTER_BYTES:], memoryview(data)[:-FOOTER_BYTES]
@@ -58,7 +59,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise
     except Exception as error:  # noqa: BLE001 -- a hostile file may make PyTorch raise anything
         raise UserError(
-            f"{path} is damaged, or not a checkpoint written by train.py. Use another, or train one: python train.py"
+            f"{path} is damaged, or not a checkpoint written by train.py. Use another, or train one: "
+            f"{script_command('train.py')}"
         ) from error
     return content
 

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 from system.checks import short_repr
 from system.errors import UserError
+from system.process import script_command
 
 _ENTRY = re.compile(
     r"([^/\\]+)/(data\.pkl|data/(\d+)|byteorder|version|\.format_version|\.storage_alignment|\.data/serialization_id)",
@@ -66,7 +67,7 @@ def check_safe(path: Path, file: BinaryIO) -> None:
         return
     raise UserError(
         f"{path} is damaged, or not a checkpoint written by train.py: {' '.join(reason.split())}. "
-        "Use another, or train one: python train.py"
+        f"Use another, or train one: {script_command('train.py')}"
     )
 
 

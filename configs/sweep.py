@@ -29,6 +29,7 @@ from configs.saved_config import escape_interpolation
 from system.errors import UserError
 from system.files import expand_user
 from system.log import share_terminal
+from system.process import script_command
 from system.streams import print_error, print_note, use_utf8
 from system.text import pluralize
 from training.ranks import is_duplicate_error, launcher
@@ -300,5 +301,6 @@ def check_no_sweep_in_launcher() -> None:
     """Raises UserError for a sweep under torchrun or srun: each of its processes would start a sweep of its own."""
     if launcher():
         raise UserError(
-            f"a sweep starts the processes of its runs itself. Use python train.py -m, without {launcher()}."
+            f"a sweep starts the processes of its runs itself. Use {script_command('train.py')} -m, without "
+            f"{launcher()}."
         )

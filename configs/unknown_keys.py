@@ -1,6 +1,7 @@
 """Which key was meant by one that does not exist."""
 
 import difflib
+import re
 
 from configs.defaults import known_keys
 from training.config import RENAMED_KEYS
@@ -57,6 +58,11 @@ def explain_unknown_key(key: str, config_name: str) -> str:
     if key in RENAMED_KEYS:
         letters = " Its letters are now S (sliding window) and L (all tokens)." if key.endswith("_pattern") else ""
         return f"{key} is now called {RENAMED_KEYS[key]}.{letters}"
+    if match := re.match(r"hydra\.(launcher|sweeper)\.", key):
+        plugin = {"launcher": "joblib", "sweeper": "optuna"}[match[1]]
+        return (
+            f"{key} is not a setting of the chosen {match[1]}. If it is one of {plugin}, add hydra/{match[1]}={plugin}."
+        )
     near = similar_keys(key, known, config_name)
     fix = f"Did you mean {' or '.join(near)}?" if near else f"configs/{config_name}.yaml lists the keys."
     return f"{key} is an unknown key. {fix}"

@@ -23,6 +23,11 @@ def script_path(name: str) -> str:
     return shlex.quote(str(relative(Path(__file__).resolve().parents[1] / name)))
 
 
+def script_command(name: str) -> str:
+    """The shell command that runs a script of this project, such as "train.py"; it works from this directory."""
+    return f"{python_command()} {script_path(name)}"
+
+
 _job_starts: list[float] = []
 
 

@@ -24,6 +24,7 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from system.checks import short_repr
 from system.errors import UserError
+from system.process import script_command
 from system.text import pluralize
 from training.config import RunConfig
 from training.datamodule import TextDataModule
@@ -187,5 +188,5 @@ def _suggest_fallback(damaged: Path) -> str:
         except UserError:
             continue
         step = content["gpt"]["step"]
-        return f"{name} in the same directory, of step {step:,}, is not damaged: python train.py {setting}={other}"
+        return f"{name} in the same directory, of step {step:,}, is not damaged: {script_command('train.py')} {setting}={other}"
     return "There is no other checkpoint in its directory: start a new run."

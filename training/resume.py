@@ -7,6 +7,7 @@ from typing import Any
 
 from system.checks import short_repr
 from system.errors import UserError
+from system.process import script_command
 from training.config import RunConfig
 from training.ranks import published_run_dir
 from training.run_dir import SWEEP_FILE, is_locked
@@ -56,8 +57,8 @@ def newest_unfinished(runs_dir: Path) -> Path:
     ]
     if not found:
         raise UserError(
-            f"resume=true: all runs below {str(runs_dir)!r} are finished or in use. Start one with: python train.py, "
-            "or extend a finished one: resume=RUN_DIR with a larger trainer.max_steps or budget."
+            f"resume=true: all runs below {str(runs_dir)!r} are finished or in use. Start one with: "
+            f"{script_command('train.py')}, or extend a finished one: resume=RUN_DIR with a larger trainer.max_steps or budget."
         )
     return max(found, key=_priority)
 

@@ -18,7 +18,7 @@ except ImportError:  # Windows has no locks on directories
 from system.errors import UserError
 from system.files import expand_user, relative
 from system.log import setup_logging
-from system.process import python_command, script_path
+from system.process import python_command, script_command
 from training.config import RunConfig
 from training.ranks import is_first, publish_run_dir, published_run_dir
 
@@ -145,4 +145,4 @@ def tensorboard_command(logdir: Path) -> str:
 def resume_command(run_dir: Path) -> str:
     """The command that resumes the run, and with it its sweep."""
     directory = run_dir.parent if (run_dir.parent / SWEEP_FILE).is_file() else run_dir
-    return f"{python_command()} {script_path('train.py')} resume={shlex.quote(str(relative(directory)))}"
+    return f"{script_command('train.py')} resume={shlex.quote(str(relative(directory)))}"

@@ -18,7 +18,7 @@ from model.gpt import GPT
 from sampling.config import SamplingConfig
 from sampling.sampler import generate
 from system.files import atomic_write, relative
-from system.process import python_command, script_path
+from system.process import script_command
 from system.running_clock import running_seconds
 from system.text import pluralize
 from system.version import VERSION
@@ -149,7 +149,7 @@ def final_report(
         f"{summary['tokens_per_second']:,.0f} tokens per second in training\n"
         f"run directory: {relative(run_dir)}\n\n"
         + "\n".join(f"    {line}" for line in lines[:5])
-        + f"\n\ngenerate more text:      {python_command()} {script_path('sample.py')} checkpoint={checkpoint} "
+        + f"\n\ngenerate more text:      {script_command('sample.py')} checkpoint={checkpoint} "
         f"prompt={shlex.quote(prompt)}\n" + "\n".join(hint for hint in hints if hint)
     )
 

@@ -29,7 +29,17 @@ def enabled(*tensors: Tensor, compiles: bool = False) -> bool:
     return not (tensors and torch.is_autocast_enabled("cpu"))
 
 
-def set_enabled(value: bool) -> None:
-    """Turns all kernels on or off, for this process."""
-    global _enabled
-    _enabled = value
+class set_enabled:  # a function, and a context manager, as torch.set_grad_enabled
+    """Turns all kernels on or off, for this process; as a context manager, only within its block."""
+
+    def __init__(self, value: bool):
+        global _enabled
+        self._before = _enabled
+        _enabled = value
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: object) -> None:
+        global _enabled
+        _enabled = self._before

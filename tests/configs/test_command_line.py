@@ -320,6 +320,11 @@ def test_key_near_to_nothing_is_answered_with_where_to_look(refuse, argument):
     assert "zzzzqqq is an unknown key" in error and "train.yaml" in error
 
 
+def test_key_of_a_sweeper_that_is_not_chosen_is_answered_with_the_choice(refuse):
+    error = refuse("train", "-m", "model.num_heads=1,2", "hydra.sweeper.n_trials=3")
+    assert "hydra.sweeper.n_trials" in error and "add hydra/sweeper=optuna" in error
+
+
 # Values that cannot work
 
 NOWHERE = "data.corpus=there/is/no/such/text.txt"

@@ -99,7 +99,7 @@ def extended(tmp_path_factory):
     for name in ("train.py", "sample.py", "requirements.txt"):
         shutil.copy(PROJECT / name, folder)
     additions = re.findall(r"`([a-z_/]+\.(?:py|yaml))`:\n\n```(?:python|yaml)\n(.*?)```", ADDITIONS, re.DOTALL)
-    assert len(additions) == ADDITIONS.count("\n```\n") == 7
+    assert len(additions) == ADDITIONS.count("\n```\n") == 10
     for name, code in additions:
         path = folder / name
         before = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -124,13 +124,18 @@ def test_additions_of_the_page_train_and_sample_in_a_copy_of_the_project(extende
         "data.batch_size=2",
         "num_validations=1",
     )
-    in_copy(extended, "train.py", "experiment=plain", "data.corpus=text.txt", "trainer.max_steps=3", *small)
+    settings = ("experiment=plain", "data.corpus=text.txt", "logger=[tensorboard,jsonl]", *small)
+    in_copy(extended, "train.py", *settings, "trainer.max_steps=3")
     (run,) = (extended / "runs").iterdir()
     summary = json.loads((run / "summary.json").read_text())
     assert summary["val_compressed"] == pytest.approx(summary["val_bits_per_byte"] / 8)
     assert summary["steps"] == 3
     config = (run / "config.yaml").read_text()
     assert "mlp: relu\n" in config and "name: sgd\n" in config and "kind: characters\n" in config
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["Loss/validation"] for row in rows if "Loss/validation" in row] == pytest.approx(
+        [summary["val_nats_per_token"]]
+    )
     said = in_copy(extended, "sample.py", "prompt=To be", "max_new_tokens=5")
     assert "tokenizer characters (259 tokens)" in said  # 256 bytes, ä, ö, ü
 

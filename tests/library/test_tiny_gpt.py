@@ -18,6 +18,7 @@ import torch
 
 import tiny_gpt
 import train
+from model import kernels
 from sampling.config import SamplingConfig
 from sampling.text import generate_text
 from tests.conftest import hear_signals
@@ -101,12 +102,13 @@ def test_run_leaves_the_process_as_it_was(settings, monkeypatch):
         logging.getLogger().handlers[:],
         logging.getLogger().level,
         sys.excepthook,
+        kernels.enabled(),
         warnings.filters[:],
         [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
     )
     before = process()
     for _ in range(2):
-        tiny_gpt.train(*settings, **{"trainer.max_steps": 2})
+        tiny_gpt.train(*settings, kernels=False, **{"trainer.max_steps": 2})
         assert process() == before
 
 
