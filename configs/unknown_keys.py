@@ -60,9 +60,8 @@ def explain_unknown_key(key: str, config_name: str) -> str:
         return f"{key} is now called {RENAMED_KEYS[key]}.{letters}"
     if match := re.match(r"hydra\.(launcher|sweeper)\.", key):
         plugin = {"launcher": "joblib", "sweeper": "optuna"}[match[1]]
-        return (
-            f"{key} is not a setting of the chosen {match[1]}. If it is one of {plugin}, add hydra/{match[1]}={plugin}."
-        )
+        hint = f"If it is one of {plugin}, add hydra/{match[1]}={plugin}."
+        return f"{key} is not a setting of the chosen {match[1]}. {hint}"
     near = similar_keys(key, known, config_name)
     fix = f"Did you mean {' or '.join(near)}?" if near else f"configs/{config_name}.yaml lists the keys."
     return f"{key} is an unknown key. {fix}"

@@ -188,5 +188,6 @@ def _suggest_fallback(damaged: Path) -> str:
         except UserError:
             continue
         step = content["gpt"]["step"]
-        return f"{name} in the same directory, of step {step:,}, is not damaged: {script_command('train.py')} {setting}={other}"
+        command = f"{script_command('train.py')} {setting}={other}"
+        return f"{name} in the same directory, of step {step:,}, is not damaged: {command}"
     return "There is no other checkpoint in its directory: start a new run."

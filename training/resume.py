@@ -58,7 +58,8 @@ def newest_unfinished(runs_dir: Path) -> Path:
     if not found:
         raise UserError(
             f"resume=true: all runs below {str(runs_dir)!r} are finished or in use. Start one with: "
-            f"{script_command('train.py')}, or extend a finished one: resume=RUN_DIR with a larger trainer.max_steps or budget."
+            f"{script_command('train.py')}, or extend a finished one: resume=RUN_DIR with a larger trainer.max_steps "
+            "or budget."
         )
     return max(found, key=_priority)
 

@@ -149,9 +149,9 @@ BAD = [
     (train("data.cache_dir={shelf}/good.txt"), ["good.txt", "data.cache_dir"]),
     (train("data.cache_dir=/proc/nothing"), ["/proc/nothing", "data.cache_dir"]),
     # checkpoints
-    (checkpoint("nothing.ckpt"), ["nothing.ckpt", "python train.py"]),
-    (checkpoint("empty_folder"), ["empty_folder", "best.ckpt", "python train.py"]),
-    (checkpoint("pipe"), ["pipe", "python train.py"]),
+    (checkpoint("nothing.ckpt"), ["nothing.ckpt", "train.py"]),
+    (checkpoint("empty_folder"), ["empty_folder", "best.ckpt", "train.py"]),
+    (checkpoint("pipe"), ["pipe", "train.py"]),
     (checkpoint("good.txt"), ["good.txt is damaged, or not a checkpoint", "not a zip file", "train.py"]),
     (checkpoint("empty.txt"), ["empty.txt is damaged, or not a checkpoint", "train.py"]),
     (checkpoint("short.ckpt"), ["short.ckpt is damaged, or not a checkpoint", "damaged"]),
@@ -167,7 +167,7 @@ BAD = [
     (checkpoint("text.safetensors"), ["text.safetensors is damaged, or not an export"]),
     (checkpoint("short.safetensors"), ["short.safetensors", "damaged"]),
     (checkpoint("foreign.safetensors"), ["foreign.safetensors is damaged, or not an export", "'model'"]),
-    (("sample.py", ("prompt=x",)), ["no trained run below 'runs'", "python train.py"]),
+    (("sample.py", ("prompt=x",)), ["no trained run below 'runs'", "train.py"]),
     # prompts and sampling values
     (sample("prompt=a", "prompt_file=b"), ["prompt and prompt_file", "Leave one out"]),
     (sample("prompt=a\udcffb"), ["prompt", "not UTF-8"]),

@@ -447,7 +447,7 @@ def test_accumulation_that_would_train_nothing_is_refused(refuse, text_file, val
         ("max_new_tokens=0", ["max_new_tokens is 0"]),
         ("max_new_tokens=some", ["max_new_tokens=some", "Integer"]),
         ("device=quantum", ["'quantum'", "cpu"]),
-        ("checkpoint=there/is/none.ckpt", ["there/is/none.ckpt", "python train.py"]),
+        ("checkpoint=there/is/none.ckpt", ["there/is/none.ckpt", "train.py"]),
         ("prompt_file=there/is/none.txt", ["there/is/none.txt", "No such file"]),
     ],
 )

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from sampling.config import SamplingConfig
 from sampling.sampler import generate, probabilities
 from sampling.text import generate_text, score_text
 from system.errors import UserError
+from tests.conftest import PROJECT
 
 
 @pytest.fixture
@@ -79,8 +81,9 @@ def test_prompt_from_standard_input_whatever_the_locale(call, tiny_run, tmp_path
     assert finished.returncode == 0 and finished.stdout.startswith("été 漢\nnext line"), finished
 
 
-def test_no_run_yet_is_answered_with_how_to_train(call, tmp_path):
-    assert "python train.py" in call("sample.py", "prompt=x", cwd=tmp_path).error
+def test_no_run_yet_is_answered_with_how_to_train_from_this_directory(call, tmp_path):
+    script = shlex.split(call("sample.py", "prompt=x", cwd=tmp_path).error)[-1]
+    assert (tmp_path / script).resolve() == PROJECT / "train.py"
 
 
 TEXTS = {

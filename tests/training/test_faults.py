@@ -21,6 +21,7 @@ import train
 from checkpoint.checkpoint import load_checkpoint
 from checkpoint.io import FOOTER_BYTES, read_checkpoint, write_checkpoint
 from system.errors import UserError
+from system.process import script_command
 from tests.conftest import FOREGROUND, PROJECT
 from training.callbacks.checkpoints import LastCheckpoint
 from training.callbacks.graceful_stop import GracefulStop
@@ -445,10 +446,8 @@ def test_damaged_checkpoint_is_named_and_the_older_one_offered(train_here, stopp
     flip(last)
     error = train_here(f"resume={stopped_run}", settings=()).error
     assert f"{last} is damaged" in error
-    assert (
-        f"previous.ckpt in the same directory, of step {step}, is not damaged: python train.py resume={previous}"
-        in error
-    )
+    command = f"{script_command('train.py')} resume={previous}"
+    assert f"previous.ckpt in the same directory, of step {step}, is not damaged: {command}" in error
     resumed = train_here(f"resume={previous}", "trainer.max_steps=20", settings=())
     assert resumed.returncode == 0 and f"at step {step}" in resumed.stdout, resumed
     assert load_checkpoint(last).step == 20
@@ -459,7 +458,7 @@ def test_damaged_checkpoint_without_an_older_one_offers_the_best_weights(train_h
     (stopped_run / "checkpoints/previous.ckpt").unlink()
     last.write_bytes(last.read_bytes()[:5000])
     error = train_here(f"resume={stopped_run}", settings=()).error
-    assert "damaged" in error and f"python train.py init_from={best}" in error
+    assert "damaged" in error and f"{script_command('train.py')} init_from={best}" in error
     assert train_here(f"init_from={best}", "trainer.max_steps=2").returncode == 0
 
 

@@ -223,7 +223,7 @@ def test_resume_true_goes_on_with_the_newest_unfinished_run(train_here, stopped_
     assert summary["steps"] == 6 and finished.summary["steps"] == 2
     train_here("resume=true", settings=())
     error = train_here("resume=true", settings=()).error
-    assert "finished or in use" in error and "python train.py" in error
+    assert "finished or in use" in error and "train.py, or extend" in error
 
 
 def test_resume_true_rather_takes_a_run_that_saved_something(train_here, stopped_after, tmp_path):

@@ -246,7 +246,7 @@ def test_joblib_runs_two_jobs_at_once_with_divided_threads_and_marked_lines(call
     assert [row["status"].partition(":")[0] for row in rows] == ["finished"] * 3 + ["failed"] * 3
     assert len({row["run"] for row in rows if row["run"]}) == 3
     for number in range(3):
-        assert f"[{number:02d}] run {number}: seed=" in finished.stdout
+        assert f"[{number:02d}] run {number}: model.num_heads=2, seed={number + 1}" in finished.stdout
         assert f"[{number:02d}] step 3: validation" in finished.stdout
 
 
