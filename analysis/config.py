@@ -18,6 +18,13 @@ class InspectConfig:
     layer: int
     head: int
     token: str | None
+    value_weighted: bool
+    ablate: str | None
+    effects: bool
+    lens: bool
+    attribution: bool
+    corrupted: str | None
+    answers: str | None
     png: str | None
     html: str | None
     runs_dir: str
@@ -30,6 +37,10 @@ class InspectConfig:
             raise UserError("A checkpoint has its own model config. Add untrained=true, or remove the model keys.")
         if self.untrained and self.checkpoint is not None:
             raise UserError("untrained=true and checkpoint are both given. Leave one out.")
+        if self.corrupted is not None and self.answers is None:
+            raise UserError('corrupted needs two answers to compare. Give them: answers=" Mary| John"')
+        if self.answers is not None and self.corrupted is None and not self.attribution:
+            raise UserError("answers has no effect without corrupted or attribution=true. Add one, or leave it out.")
 
 
 @dataclass(frozen=True)

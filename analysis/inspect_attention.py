@@ -2,19 +2,22 @@
 
     python -m analysis.inspect_attention prompt="Orange is my favorite fruit"
 
-Prints a table; png=FILE also draws the maps of all layers and heads, and html=FILE writes an interactive page.
+Prints a table; png=FILE also draws the maps of all layers and heads, and html=FILE writes an interactive page. Other
+keys measure what heads are for: ablate=, effects=, lens=, attribution=, corrupted= with answers=.
 """
 
 from configs.entry_point import entry_point  # isort: skip -- first: Ctrl-C may come during the other imports
 
+import re
 import sys
-import unicodedata
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from analysis.config import InspectConfig
+from analysis.text_table import BAR_WIDTH, bar, display_width, padded
 from data.config import TokenizerConfig
 from system.errors import UserError
 from system.files import check_suffix, read_prompt
@@ -22,7 +25,6 @@ from system.streams import print_note
 from system.text import pluralize
 
 TOP_KEYS = 3  # keys with the highest weights, shown for each token
-BAR_WIDTH = 20  # characters for a weight of 1
 
 
 def main(config: InspectConfig) -> None:
@@ -43,16 +45,25 @@ def main(config: InspectConfig) -> None:
         if not 0 <= value < count:
             raise UserError(f"{key} is {value}, but this model has {key}s 0 to {count - 1}.")
     print_note(about)
-    ids = encode(tokenizer, text).tolist()
-    if len(ids) > shape.context_length:
-        print_note(f"the text has {len(ids)} tokens; the model sees the last {shape.context_length}")
-        ids = ids[-shape.context_length :]
+    whole_text = encode(tokenizer, text).tolist()
+    ids = whole_text[-shape.context_length :]
+    if len(whole_text) > len(ids):
+        print_note(f"the text has {len(whole_text)} tokens; the model sees the last {shape.context_length}")
     query = find_token(config.token, [tokenizer.decode_single_token_bytes(token) for token in ids])
 
+    measured = list(measures(config, network, tokenizer, whole_text, ids, query))  # before printing: may raise
     maps = torch.cat(network.attention_maps(torch.tensor([ids]))).numpy()  # (L, H, T, T)
     labels = token_labels(tokenizer, ids)
-    print(f'layer {config.layer}, head {config.head}: where token {query}, "{labels[query]}", looks')
+    what = f'where token {query}, "{labels[query]}", looks'
+    if config.value_weighted:
+        maps, longest = value_weighted(network, ids)
+        about += f"; weight x length of the value vector, as a share of the largest, {longest:.3g}"
+        what = f'what token {query}, "{labels[query]}", gets: weight x length of the value vector'
+        what += f", as a share of the largest of all heads, {longest:.3g}"
+    print(f"layer {config.layer}, head {config.head}: {what}")
     print(table(maps[config.layer, config.head], labels, query, bars=sys.stdout.isatty()))
+    for measure in measured:
+        print(f"\n{measure}")
     if config.png is not None:
         from analysis.attention_plot import draw_attention, save
 
@@ -64,6 +75,56 @@ def main(config: InspectConfig) -> None:
         whole_labels = token_labels(tokenizer, ids, max_chars=40)
         save_page(attention_page(maps, whole_labels, about, (config.layer, config.head, query)), Path(config.html))
         print_note(f"page: {config.html}")
+
+
+def value_weighted(network, ids: list[int]) -> tuple[np.ndarray, float]:
+    """Value-weighted maps (L, H, T, T), divided by their largest entry, and that entry."""
+    import torch
+
+    from analysis.value_weighted_attention import value_weighted_maps
+
+    maps = value_weighted_maps(network, torch.tensor([ids]))[:, 0]
+    longest = maps.max().item()
+    return (maps / (longest or 1.0)).numpy(), longest
+
+
+def measures(
+    config: InspectConfig, network, tokenizer, whole_text: list[int], ids: list[int], query: int
+) -> Iterator[str]:
+    """The tables that the config asks for. Raises UserError.
+
+    Args:
+        whole_text: token ids of the text.
+        ids: those that fit into the context.
+        query: position of the chosen token.
+    """
+    import torch
+
+    from analysis import measure_tables as tables
+
+    if config.ablate is not None:
+        layer, head = ablated_part(config.ablate, network.config.num_layers, network.config.num_heads)
+        yield tables.ablation_table(network, tokenizer, ids, layer, head)
+    if config.effects:
+        yield tables.effects_table(network, torch.tensor(whole_text))
+    if config.lens:
+        yield tables.lens_table(network, tokenizer, ids)
+    if config.attribution:
+        yield tables.attribution_table(network, tokenizer, ids, query, config.answers, bars=sys.stdout.isatty())
+    if config.corrupted is not None:
+        yield tables.patching_table(network, tokenizer, whole_text, config.corrupted, config.answers)
+
+
+def ablated_part(choice: str, num_layers: int, num_heads: int) -> tuple[int, int | None]:
+    """Layer and head of ablate=1.3; the head of ablate=1.mlp is None. Raises UserError."""
+    layer, _, part = choice.partition(".")
+    numbers = [int(number) for number in (layer, "0" if part == "mlp" else part) if re.fullmatch("[0-9]{1,9}", number)]
+    if len(numbers) < 2 or numbers[0] >= num_layers or numbers[1] >= num_heads:
+        raise UserError(
+            f"ablate is {choice!r}, but must be LAYER.HEAD or LAYER.mlp, with a layer from 0 to {num_layers - 1} and a "
+            f"head from 0 to {num_heads - 1}, for example ablate=0.{num_heads - 1}."
+        )
+    return numbers[0], None if part == "mlp" else numbers[1]
 
 
 def trained_network(config: InspectConfig):
@@ -120,33 +181,17 @@ def table(weights: np.ndarray, labels: list[str], query: int, bars: bool) -> str
         query: position of the query token. The listed weights sum to 1.
         bars: whether to draw the weights as bars.
     """
-    wide = max(5, *map(_width, labels))
+    wide = max(5, *map(display_width, labels))
     digits = max(2, len(str(len(labels) - 1)))
-    lines = [f"{'#':>{digits}}  {_padded('token', wide)}  weight  {' ' * (BAR_WIDTH + 2) if bars else ''}looks most at"]
+    lines = [f"{'#':>{digits}}  {padded('token', wide)}  weight  {' ' * (BAR_WIDTH + 2) if bars else ''}looks most at"]
     for index, label in enumerate(labels):
         weight = weights[query, index]
-        bar = f"{_bar(weight)}  " if bars else ""
+        shown_bar = f"{bar(weight)}  " if bars else ""
         order = np.argsort(-weights[index, : index + 1], kind="stable")[:TOP_KEYS]
         links = "  ".join(f"{labels[key]} {weights[index, key]:.3f}" for key in order)
         shown = f"{weight:6.3f}" if index <= query else "      "  # masked
-        lines.append(f"{index:>{digits}}  {_padded(label, wide)}  {shown}  {bar}{links}")
+        lines.append(f"{index:>{digits}}  {padded(label, wide)}  {shown}  {shown_bar}{links}")
     return "\n".join(lines)
-
-
-def _bar(weight: float) -> str:
-    eighths = round(float(weight) * BAR_WIDTH * 8)
-    return ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8]).ljust(BAR_WIDTH)[:BAR_WIDTH]
-
-
-def _width(text: str) -> int:
-    """Columns in a terminal: wide characters such as Chinese ones take two, combining accents none."""
-    return sum(
-        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text
-    )
-
-
-def _padded(text: str, width: int) -> str:
-    return text + " " * (width - _width(text))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ PATH_KEYS = (
     *("data.corpus", "data.cache_dir", "corpus"),
 )
 # Keys with free text as value. It is quoted, because Hydra would parse commas, quotes, = and ${ in it.
-LITERAL_KEYS = ("prompt", "stop", "token", *PATH_KEYS)
+LITERAL_KEYS = ("prompt", "stop", "token", "ablate", "corrupted", "answers", *PATH_KEYS)
 
 
 def hydra_arguments(arguments: list[str], config_name: str) -> list[str]:
