@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # torch is imported after the checks that do not need it
     from checkpoint.checkpoint import Checkpoint
     from sampling.text import Scores
 
-SUFFIX = ".safetensors"
+SUFFIX, GGUF_SUFFIX = ".safetensors", ".gguf"
 # Minimum surprisal in bits, and the foreground color (of xterm's 256) for it.
 COLORS = ((0, 244), (1, 71), (3, 178), (6, 208), (9, 196))
 
@@ -63,20 +63,21 @@ def check_settings(config: SampleConfig, prompt: str) -> None:
         raise UserError("mode=interactive reads prompts line by line. Leave prompt and prompt_file out.")
     if config.export is not None and (prompt or config.mode != "write"):
         raise UserError("export does not generate text. Leave prompt, prompt_file and mode out.")
-    if config.export is not None and not config.export.endswith("/") and Path(config.export).suffix not in ("", SUFFIX):
+    suffix = "" if config.export is None or config.export.endswith("/") else Path(config.export).suffix
+    if suffix not in ("", SUFFIX, GGUF_SUFFIX):
         raise UserError(
-            f"export is {config.export!r}, but must be a file that ends in {SUFFIX}, or a directory for Hugging Face "
-            "transformers: export=my-model/"
+            f"export is {config.export!r}, but must be a file that ends in {SUFFIX}, or in {GGUF_SUFFIX} for llama.cpp, "
+            "or a directory for Hugging Face transformers: export=my-model/"
         )
     if config.mode == "score" and not prompt:
         raise UserError('There is no text to score. Give one: prompt="To be, or not", or prompt_file=poem.txt')
 
 
 def export(checkpoint: Checkpoint, config: SampleConfig) -> str:
-    """Writes the network to a safetensors file or a Hugging Face directory; returns how transformers loads it."""
+    """Writes the network to a file or a Hugging Face directory; returns the lines with which transformers loads it."""
     path = Path(config.export)
-    if path.suffix == SUFFIX:
-        checkpoint.export(path)
+    if not config.export.endswith("/") and path.suffix:
+        checkpoint.export(path) if path.suffix == SUFFIX else checkpoint.export_gguf(path)
         return ""
     from configs.saved_config import training_command
 

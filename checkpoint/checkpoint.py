@@ -14,6 +14,7 @@ from typing import Any
 import tiktoken
 import torch
 
+from checkpoint.gguf_file import write_gguf
 from checkpoint.hugging_face.architectures import architecture_for
 from checkpoint.hugging_face.directory import is_directory, read_directory, write_directory
 from checkpoint.hugging_face.hub import HUB_PREFIX, hub_directory
@@ -76,6 +77,10 @@ class Checkpoint:
         """Writes a safetensors file with the network and everything needed for sampling. Raises UserError."""
         metadata = checkpoint_metadata(self.network.config, self.tokenizer, self.step, self.validation)
         write_safetensors(path, metadata, self.network.state_dict())
+
+    def export_gguf(self, path: Path) -> None:
+        """Writes a GGUF file for llama.cpp and Ollama. Raises UserError if they cannot run the network or tokenizer."""
+        write_gguf(path, self.network.config, self.tokenizer, self.network.state_dict(), path.stem)
 
     def export_directory(self, path: Path, generation: dict[str, Any], run: dict[str, Any]) -> str:
         """Writes a directory that Hugging Face transformers loads.

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from data.tokenizers import TOKENIZERS
+from data.tokenizers.bpe import PATTERNS
 from system.checks import check_fields, short_repr
 from system.errors import UserError
 
@@ -51,6 +52,8 @@ class TokenizerConfig:
     """Tokenizer, one of data/tokenizers/: "bpe" (learned from the training text), "byte", or "tiktoken"."""
     vocab_size: int | None = None
     """Vocabulary size of bpe: 256 bytes plus the merges to learn. None: chosen by the budget, or by the text's size."""
+    pattern: str = "default"
+    """How bpe splits text into the pieces within which it merges: "default", or "gpt2" for an export to llama.cpp."""
     name: str = "gpt2"
     """Name of the tiktoken encoding, for kind "tiktoken"."""
 
@@ -59,6 +62,8 @@ class TokenizerConfig:
         check_fields(self, "tokenizer")
         if self.kind not in TOKENIZERS:
             raise UserError(f"tokenizer.kind is {short_repr(self.kind)}; it must be one of {', '.join(TOKENIZERS)}.")
+        if self.pattern not in PATTERNS:
+            raise UserError(f"tokenizer.pattern is {short_repr(self.pattern)}; it must be {' or '.join(PATTERNS)}.")
         size = self.vocab_size
         learned = TOKENIZERS[self.kind].learned
         if learned and size is not None and not (type(size) is int and 257 <= size <= MAX_VOCAB_SIZE):

@@ -13,13 +13,16 @@ from typing import Any
 import tiktoken
 
 from data.tokenizer import MAX_ID, SEGMENT_CHARS, deserialize, format_merges
+from data.tokenizers.bpe import PATTERNS
 from system.checks import Bounded, check, short_repr
 
 # Our encodings first cut a text that is longer (data/tokenizer.py: `segments`): the same cuts as a pattern.
 # Python's isspace() has four control characters that \s does not have.
 SEGMENT_PATTERN = rf"[\s\S]{{0,{SEGMENT_CHARS - 1}}}\p{{L}}(?=[\s\x1c-\x1f])|[\s\S]{{1,{SEGMENT_CHARS}}}"
-# The pattern inside of the pre-tokenizer "ByteLevel" (Radford et al. 2019).
-GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# tiktoken's pattern for GPT-2 means the same as GPT2_PATTERN, which the pre-tokenizer "ByteLevel" stands for.
+TIKTOKEN_GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+GPT2_PATTERN = PATTERNS["gpt2"]
+GPT2_PATTERNS = (GPT2_PATTERN, TIKTOKEN_GPT2_PATTERN)
 _UNUSED = "<|unused|>"
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 
@@ -49,14 +52,14 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> str:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": True,  # a piece that is a token is that token, as in tiktoken
-            "vocab": {_to_characters(token): rank for token, rank in sorted(ranks.items(), key=lambda item: item[1])},
-            "merges": [[_to_characters(left), _to_characters(right)] for left, right in _merges(ranks)],
+            "vocab": {to_characters(token): rank for token, rank in sorted(ranks.items(), key=lambda item: item[1])},
+            "merges": [[to_characters(left), to_characters(right)] for left, right in all_merges(ranks)],
         },
     }
     return json.dumps(content, ensure_ascii=False)
 
 
-def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
+def all_merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
     """Every pair of tokens that joins to a token, in the order of its id: tiktoken may merge any of them."""
     for token in sorted(ranks, key=ranks.__getitem__):
         for end in range(1, len(token)):
@@ -178,7 +181,8 @@ def _bytes() -> dict[str, int]:
     return {character: byte for byte, character in enumerate(_characters())}
 
 
-def _to_characters(token: bytes) -> str:
+def to_characters(token: bytes) -> str:
+    """A token's bytes as the printable characters that stand for them in GPT-2's vocabulary."""
     return "".join(_characters()[byte] for byte in token)
 
 

@@ -22,12 +22,17 @@ logger = logging.getLogger(__name__)
 # The pieces within which bytes are merged: a word with an optional leading space or newline and apostrophe ("↵And",
 # "·o'er"), up to three digits, punctuation with line ends, or whitespace. All repeats are bounded and there is no
 # lookahead, so matching takes linear time. Of a dozen such patterns, this one compressed verse best.
-PATTERN = (
+DEFAULT_PATTERN = (
     r"[ \n]?[\p{L}\p{M}]{1,32}(?:['’]\p{L}{1,4})?"
     r"| ?\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{M}\p{N}]{1,16}[\r\n]{0,8}"
     r"|\s{1,32}"
 )
+PATTERNS = {
+    "default": DEFAULT_PATTERN,
+    "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+}
+"""`tokenizer.pattern` -> regular expression. "gpt2" is that of GPT-2 (Radford et al. 2019), which llama.cpp knows."""
 # Merges are learned from at most this much of the training split. More text changes few of them, and for random
 # letters, the worst case, this much already takes 7 s and 0.7 GB.
 TRAINING_BYTES = 16 << 20
@@ -43,7 +48,8 @@ def bpe(config: TokenizerConfig, train_split: Split, cache_dir: Path) -> tiktoke
     from data.tokenizer import make_encoding
 
     vocab_size = config.vocab_size or vocab_size_for(train_split.num_bytes)
-    return make_encoding("bpe", PATTERN, _cached_merges(vocab_size, train_split, cache_dir))
+    pattern = PATTERNS[config.pattern]
+    return make_encoding("bpe", pattern, _cached_merges(vocab_size, pattern, train_split, cache_dir))
 
 
 def vocab_size_for(num_bytes: int) -> int:
@@ -52,10 +58,10 @@ def vocab_size_for(num_bytes: int) -> int:
     return min(largest, max(smallest, 1 << (num_bytes // TEXT_BYTES_PER_TOKEN).bit_length() >> 1))
 
 
-def _cached_merges(vocab_size: int, split: Split, cache_dir: Path) -> dict[bytes, int]:
+def _cached_merges(vocab_size: int, pattern: str, split: Split, cache_dir: Path) -> dict[bytes, int]:
     from data.tokenizer import format_merges, parse_merges
 
-    key = hashlib.sha256(f"1\n{split.sha256}\n{vocab_size}\n{PATTERN}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"1\n{split.sha256}\n{vocab_size}\n{pattern}".encode()).hexdigest()[:16]
     path = cache_dir / f"bpe-{key}.txt"
     try:
         return parse_merges(path.read_bytes()[: verified_size(path)].decode())
@@ -63,13 +69,13 @@ def _cached_merges(vocab_size: int, split: Split, cache_dir: Path) -> dict[bytes
         pass
     except (CorruptCache, OSError, ValueError) as error:
         logger.info("%s is damaged (%s): learning the merges again", path, error)
-    ranks = _train_merges(vocab_size, split)
+    ranks = _train_merges(vocab_size, pattern, split)
     with atomic_cache_write(path) as f:
         f.write(format_merges(ranks).encode())
     return ranks
 
 
-def _train_merges(vocab_size: int, split: Split) -> dict[bytes, int]:
+def _train_merges(vocab_size: int, pattern: str, split: Split) -> dict[bytes, int]:
     import rustbpe
 
     from data.tokenizer import segments
@@ -79,7 +85,7 @@ def _train_merges(vocab_size: int, split: Split) -> dict[bytes, int]:
     logging.getLogger("rustbpe").setLevel(logging.WARNING)  # it logs every percent of its progress
     trainer = rustbpe.Tokenizer()
     texts = segments(_first_bytes(split.read(), TRAINING_BYTES))
-    trainer.train_from_iterator(texts, vocab_size, buffer_size=1024, pattern=PATTERN)
+    trainer.train_from_iterator(texts, vocab_size, buffer_size=1024, pattern=pattern)
     ranks: dict[bytes, int] = {}
     for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda item: item[1]):
         ranks.setdefault(bytes(token), len(ranks))  # two merges may give the same token
