@@ -66,7 +66,7 @@ def check_settings(config: SampleConfig, prompt: str) -> None:
     suffix = "" if config.export is None or config.export.endswith("/") else Path(config.export).suffix
     if suffix not in ("", SUFFIX, GGUF_SUFFIX):
         raise UserError(
-            f"export is {config.export!r}, but must be a file that ends in {SUFFIX}, or in {GGUF_SUFFIX} for llama.cpp, "
+            f"export is {config.export!r}, but must be a file that ends in {SUFFIX} or, for llama.cpp, {GGUF_SUFFIX}, "
             "or a directory for Hugging Face transformers: export=my-model/"
         )
     if config.mode == "score" and not prompt:
