@@ -245,7 +245,13 @@ def test_command_exports_a_run(train_here, sample_here, tmp_path):
 @pytest.fixture
 def llama(exported):
     llama_cpp = pytest.importorskip("llama_cpp")
-    return exported[0], llama_cpp.Llama(str(exported[1]), n_ctx=128, verbose=False, logits_all=True)
+    return exported[0], llama_cpp.Llama(
+        str(exported[1]),
+        n_ctx=128,
+        logits_all=True,
+        verbose=False,
+        **dict.fromkeys(("type_k", "type_v"), llama_cpp.GGML_TYPE_F32),  # its default is float16
+    )
 
 
 def test_llama_cpp_gives_the_same_ids(llama):
@@ -255,6 +261,15 @@ def test_llama_cpp_gives_the_same_ids(llama):
             assert model.tokenize(text.encode(), add_bos=False, special=False) == list(encode(gpt.tokenizer, text)), (
                 name
             )
+
+
+def test_llama_cpp_gives_the_same_bytes(encodings, tmp_path):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    checkpoint("gpt2", encodings["byte"]).export_gguf(tmp_path / "m.gguf")
+    model = llama_cpp.Llama(str(tmp_path / "m.gguf"), n_ctx=128, verbose=False)
+    for name, text in TEXTS.items():
+        if text:
+            assert model.tokenize(text.encode(), add_bos=False, special=False) == list(text.encode()), name
 
 
 def test_llama_cpp_gives_the_same_greedy_tokens_and_logits(llama):
@@ -271,4 +286,6 @@ def test_llama_cpp_gives_the_same_greedy_tokens_and_logits(llama):
     model.eval(prompt)
     with torch.no_grad():
         logits = gpt.network(torch.tensor([prompt]))[0]
-    assert_close(torch.from_numpy(np.array(model.scores[: len(prompt)])), logits, atol=1e-3, rtol=1e-3)
+    assert_close(
+        torch.from_numpy(np.array(model.scores[: len(prompt)])), logits, atol=4e-3, rtol=1e-3
+    )  # its GELU is a table
