@@ -12,7 +12,7 @@ from analysis.head_detector import head_scores, repeated_sequences
 from analysis.logit_attribution import logit_attribution
 from analysis.logit_lens import lens_losses, logit_lens
 from analysis.residual_stream import residual_stream, token_losses
-from analysis.text_table import signed_bar, text_table
+from analysis.text_table import signed_bar, text_table, two_decimals
 from data.tokenizer import encode, token_labels
 from model.gpt import GPT
 from sampling.decoder import evaluating
@@ -130,7 +130,7 @@ def patching_table(network: GPT, tokenizer: tiktoken.Encoding, clean: list[int],
     effects = patching_effects(network, torch.tensor(clean), torch.from_numpy(corrupted_ids), pair)
     first, second = (f'"{label}"' for label in token_labels(tokenizer, pair))
     rows = [
-        (str(index), *labels, *(f"{share:.2f}" for share in shares))
+        (str(index), *labels, *map(two_decimals, shares))
         for index, (*labels, shares) in enumerate(
             zip(
                 token_labels(tokenizer, clean),
@@ -141,9 +141,7 @@ def patching_table(network: GPT, tokenizer: tiktoken.Encoding, clean: list[int],
         )
     ]
     stream = text_table(("#", "clean", "corrupted", *stream_names(network)), rows, left=[1, 2])
-    head_rows = [
-        (f"layer {layer}", *(f"{share:.2f}" for share in shares)) for layer, shares in enumerate(effects.heads.tolist())
-    ]
+    head_rows = [(f"layer {layer}", *map(two_decimals, shares)) for layer, shares in enumerate(effects.heads.tolist())]
     heads = text_table(("", *(f"head {head}" for head in range(network.config.num_heads))), head_rows, left=[0])
     return (
         f"logit of {first} minus that of {second}: clean {effects.clean:+.3f}, corrupted {effects.corrupted:+.3f}\n"

@@ -23,6 +23,11 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Colle
     return "\n".join(lines)
 
 
+def two_decimals(value: float) -> str:
+    """For example 0.25; small negative values are 0.00, not -0.00."""
+    return f"{round(value, 2) + 0.0:.2f}"
+
+
 def bar(value: float) -> str:
     """A bar of BAR_WIDTH characters for a value from 0 to 1."""
     eighths = round(float(value) * BAR_WIDTH * 8)

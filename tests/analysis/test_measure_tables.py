@@ -15,7 +15,7 @@ from analysis.activation_patching import patching_effects
 from analysis.head_detector import head_scores, repeated_sequences
 from analysis.logit_attribution import logit_attribution
 from analysis.logit_lens import lens_losses, logit_lens
-from analysis.text_table import BAR_WIDTH, signed_bar, text_table
+from analysis.text_table import BAR_WIDTH, signed_bar, text_table, two_decimals
 from analysis.value_weighted_attention import value_weighted_maps
 from checkpoint.checkpoint import Checkpoint, load_checkpoint
 from configs.compose import compose
@@ -230,7 +230,15 @@ def test_what_cannot_be_measured_is_rejected_in_one_line(rejected, arguments, me
     assert message in rejected(*arguments)
 
 
-def test_one_token_and_a_large_prompt_have_what_they_can_have(inspect):
+def test_a_hugging_face_directory_has_the_same_measures(inspect, trained, tmp_path, capsys):
+    trained.export_directory(tmp_path / "model", {}, {})
+    arguments = ("ablate=0.1", "effects=true", "lens=true", "attribution=true", f"corrupted={CORRUPTED}", "answers=e|a")
+    see.main(compose("see", [f"checkpoint={tmp_path / 'model'}", f"prompt={TEXT}", *arguments]))
+    measures = capsys.readouterr().out.partition("\n\n")[2]
+    assert measures.count("\n\n") == 5 and measures == inspect(*arguments)
+
+
+def test_one_token_has_what_can_be_measured_of_it(inspect):
     rows = inspect("prompt=a", "lens=true").splitlines()
     assert len(rows) == 3  # no loss
     assert "all" in inspect("prompt=a", "attribution=true")
@@ -242,4 +250,5 @@ def test_one_token_and_a_large_prompt_have_what_they_can_have(inspect):
 
 def test_columns_of_a_table_line_up_in_a_terminal():
     table = text_table(("#", "token", "x"), [("1", "漢字", "0.5"), ("10", "a", "-0.25")], left=[1])
+    assert [two_decimals(value) for value in (-0.001, -0.006, 1)] == ["0.00", "-0.01", "1.00"]
     assert table.splitlines() == [" #  token      x", " 1  漢字     0.5", "10  a      -0.25"]
