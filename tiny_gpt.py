@@ -20,9 +20,10 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,7 @@ from system.version import VERSION  # noqa: E402
 if TYPE_CHECKING:
     import numpy as np
 
+    from analysis.text_measures import TextMeasures
     from checkpoint.checkpoint import Checkpoint
     from sampling.text import Scores
 
@@ -189,7 +191,13 @@ def attention(gpt: Checkpoint, text: str) -> Attention:
         raise UserError(f"the text has {len(ids)} tokens, but must have 1 to {context}, the context of this model.")
     maps = gpt.network.attention_maps(torch.tensor([ids], device=next(gpt.network.parameters()).device))
     labels, page_labels = (token_labels(gpt.tokenizer, ids, most) for most in (12, 40))
-    return Attention(torch.cat(maps).cpu().numpy(), labels, page_labels)
+    return Attention(torch.cat(maps).cpu().numpy(), labels, page_labels, partial(_measure, gpt, ids))
+
+
+def _measure(gpt: Checkpoint, ids: list[int]) -> TextMeasures:
+    from analysis.text_measures import measure_text
+
+    return measure_text(gpt.network, gpt.tokenizer, ids)
 
 
 @dataclass(frozen=True)
@@ -202,6 +210,8 @@ class Attention:
     """The T tokens in printable form: "·" is a space, "↵" a new line."""
     page_labels: list[str]
     """The same, less abbreviated."""
+    measure: Callable[[], TextMeasures] | None = field(default=None, repr=False, compare=False)
+    """Measures what the heads are worth for the text; called for an interactive page."""
 
     def save(self, path: str | Path) -> None:
         """Saves a picture (.png) or an interactive page (.html). Raises UserError if it cannot be written."""
@@ -222,7 +232,8 @@ class Attention:
     def _page(self) -> str:
         from analysis.attention_html import attention_page
 
-        return attention_page(self.maps, self.page_labels, "", (0, 0, len(self.labels) - 1))
+        measures = self.measure and self.measure()
+        return attention_page(self.maps, self.page_labels, "", (0, 0, len(self.labels) - 1), measures)
 
     def _picture(self, scale: int) -> np.ndarray:
         from analysis.attention_plot import draw_attention

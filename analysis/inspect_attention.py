@@ -52,7 +52,8 @@ def main(config: InspectConfig) -> None:
     query = find_token(config.token, [tokenizer.decode_single_token_bytes(token) for token in ids])
 
     measured = list(measures(config, network, tokenizer, whole_text, ids, query))  # before printing: may raise
-    maps = torch.cat(network.attention_maps(torch.tensor([ids]))).numpy()  # (L, H, T, T)
+    weights = torch.cat(network.attention_maps(torch.tensor([ids]))).numpy()  # (L, H, T, T)
+    maps, description = weights, about
     labels = token_labels(tokenizer, ids)
     what = f'where token {query}, "{labels[query]}", looks'
     if config.value_weighted:
@@ -71,9 +72,12 @@ def main(config: InspectConfig) -> None:
         print_note(f"picture: {config.png}")
     if config.html is not None:
         from analysis.attention_html import attention_page, save_page
+        from analysis.text_measures import measure_text
 
+        chosen, view = (config.layer, config.head, query), "values" if config.value_weighted else "weights"
+        measured = measure_text(network, tokenizer, ids)
         whole_labels = token_labels(tokenizer, ids, max_chars=40)
-        save_page(attention_page(maps, whole_labels, about, (config.layer, config.head, query)), Path(config.html))
+        save_page(attention_page(weights, whole_labels, description, chosen, measured, view), Path(config.html))
         print_note(f"page: {config.html}")
 
 

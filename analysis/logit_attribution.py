@@ -6,6 +6,8 @@ one number, its scale, and the output layer is linear. With that number fixed, e
 contribute. This is the direct effect only: what a part does through later layers counts as theirs.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -35,54 +37,75 @@ def logit_attribution(
     Raises:
         UserError: the blocks were edited and do more than add the outputs of attention and MLP.
     """
+    tokens = torch.full_like(ids, token)
+    contributions = logit_attributions(network, ids, tokens, None if versus is None else torch.full_like(ids, versus))
+    return {label: values[position].item() for label, values in contributions.items()}
+
+
+@torch.inference_mode()
+def logit_attributions(network: GPT, ids: Tensor, tokens: Tensor, versus: Tensor | None = None) -> dict[str, Tensor]:
+    """`logit_attribution` at every position of a text.
+
+    Args:
+        ids: (T,) token ids, the text.
+        tokens: (T,), for each position the next token whose logit is explained.
+        versus: (T,), explain the difference to the logits of these tokens instead.
+
+    Returns:
+        Contributions (T,) by label.
+
+    Raises:
+        UserError: the blocks were edited and do more than add the outputs of attention and MLP.
+    """
+    directions = network.lm_head.weight[tokens]  # (T, C)
+    if versus is not None:
+        directions = directions - network.lm_head.weight[versus]
+    norm, contributions = network.final_norm, {}
     with evaluating(network):
         stream, _ = residual_stream(network, ids[None])
-        x = stream[-1][0, position]  # (C,)
-        parts = residual_parts(network, ids, position)  # C numbers each
-    if not torch.allclose(sum(parts.values()), x, rtol=1e-3, atol=1e-3 * x.abs().max().item()):
+        x, total = stream[-1][0], torch.zeros_like(stream[-1][0])  # (T, C)
+        for label, part in residual_parts(network, ids):
+            contributions[label] = (scale_like(norm, part, x) * directions).sum(-1)
+            total += part
+    if not torch.allclose(total, x, rtol=1e-3, atol=1e-3 * x.abs().max().item()):
         raise UserError(
             "The attribution needs blocks that add the outputs of attention and MLP to their input, but those of this "
             "network do something else. Use ablation instead, for example ablate=0.0."
         )
-    direction = network.lm_head.weight[token]  # (C,)
-    if versus is not None:
-        direction = direction - network.lm_head.weight[versus]
-    norm = network.final_norm
-    contributions = {label: scale_like(norm, part, x) @ direction for label, part in parts.items()}
     if getattr(norm, "bias", None) is not None:
-        contributions["final norm bias"] = norm.bias @ direction
-    return {label: value.item() for label, value in contributions.items()}
+        contributions["final norm bias"] = directions @ norm.bias
+    return contributions
 
 
-def residual_parts(network: GPT, ids: Tensor, position: int = -1) -> dict[str, Tensor]:
-    """The vectors (C,) that sum to the last residual stream at a position of the text ids (T,), by label."""
-    embeddings = {"token embedding": network.token_embedding(ids[position])}
+def residual_parts(network: GPT, ids: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The vectors that sum to the last residual stream of a text ids (T,), each with its label: (T, C) or (C,)."""
+    embeddings = {"token embedding": network.token_embedding(ids)}  # (T, C)
     if network.config.positions == "learned":
-        embeddings["position embedding"] = network.position_embedding.weight[: len(ids)][position]
+        embeddings["position embedding"] = network.position_embedding.weight[: len(ids)]
     if network.bigram_embedding is not None:
-        embeddings["bigram embedding"] = network.bigram_embedding(ids[None])[0, position]
+        embeddings["bigram embedding"] = network.bigram_embedding(ids[None])[0]
     norm, x = network.embedding_norm, sum(embeddings.values())
-    parts = {label: scale_like(norm, part, x) for label, part in embeddings.items()}
+    for label, part in embeddings.items():
+        yield label, scale_like(norm, part, x)
     if getattr(norm, "bias", None) is not None:
-        parts["embedding norm bias"] = norm.bias
+        yield "embedding norm bias", norm.bias
     for layer, outputs in enumerate(layer_outputs(network, ids[None])):
         out_proj = network.blocks[layer].attention.out_proj
-        heads = outputs.heads[0, position]  # (H, D)
-        weights = out_proj.weight.unflatten(1, heads.shape)  # (C, H, D)
-        for head, vector in enumerate(torch.einsum("hd,chd->hc", heads, weights)):
-            parts[f"layer {layer} head {head}"] = vector
+        weights = out_proj.weight.unflatten(1, outputs.heads.shape[2:])  # (C, H, D)
+        for head in range(weights.size(1)):
+            yield f"layer {layer} head {head}", outputs.heads[0, :, head] @ weights[:, head].T  # (T, C)
         if out_proj.bias is not None:
-            parts[f"layer {layer} attention bias"] = out_proj.bias
-        parts[f"layer {layer} MLP"] = outputs.mlp[0, position]
-    return parts
+            yield f"layer {layer} attention bias", out_proj.bias
+        yield f"layer {layer} MLP", outputs.mlp[0]
 
 
 def scale_like(norm: nn.Module, part: Tensor, x: Tensor) -> Tensor:
-    """What `part`, one summand of x, becomes in norm(x), without the norm's bias. Both (C,)."""
+    """What `part`, one summand of x, becomes in norm(x), without the norm's bias. (T, C) or (C,), and (T, C)."""
     if isinstance(norm, nn.LayerNorm):
-        part, scale = part - part.mean(), torch.rsqrt(x.var(correction=0) + norm.eps)
+        part = part - part.mean(-1, keepdim=True)
+        scale = torch.rsqrt(x.var(-1, correction=0, keepdim=True) + norm.eps)
     elif isinstance(norm, nn.RMSNorm):
-        scale = torch.rsqrt(x.square().mean() + norm.eps)
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
     else:  # nn.Identity: no norm
         return part
     return part * scale if norm.weight is None else part * scale * norm.weight
