@@ -6,7 +6,7 @@ and leaves what it always says, or with zero (Michel et al. 2019, arXiv:1905.106
 how later layers react to the change.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -87,7 +87,9 @@ def check_part(network: GPT, layer: int, head: int | None = None) -> None:
 
 
 @torch.inference_mode()
-def ablation_costs(network: GPT, tokens: Tensor, replacement: str = "mean") -> AblationCosts:
+def ablation_costs(
+    network: GPT, tokens: Tensor, replacement: str = "mean", progress: Callable[[list], Iterable] = iter
+) -> AblationCosts:
     """Measures the importance of every attention head and every MLP, by ablating one at a time.
 
     An ablation leaves the layers before it as they are, so only the later ones run again.
@@ -95,6 +97,7 @@ def ablation_costs(network: GPT, tokens: Tensor, replacement: str = "mean") -> A
     Args:
         tokens: (N, T + 1), int64, the first T as inputs and the last T as targets. "mean" is over all N * T positions.
         replacement: "mean" or "zero".
+        progress: wraps the list of parts, as tqdm does, and shows how far the measurement is.
     """
     with evaluating(network):
         ids, targets = tokens[:, :-1], tokens[:, 1:]
@@ -106,10 +109,13 @@ def ablation_costs(network: GPT, tokens: Tensor, replacement: str = "mean") -> A
         loss = token_losses(network, stream[-1], targets).mean()
         heads = torch.zeros(network.config.num_layers, network.config.num_heads)
         mlps = torch.zeros(network.config.num_layers)
-        for layer in range(network.config.num_layers):
-            for head in range(network.config.num_heads):
-                with ablate(network, layer, head, replacement=replacement):
-                    heads[layer, head] = loss_from(layer) - loss
-            with ablate(network, layer, mlp=True, replacement=replacement):
-                mlps[layer] = loss_from(layer) - loss
+        num_layers, num_heads = heads.shape
+        parts = [(layer, head) for layer in range(num_layers) for head in (*range(num_heads), None)]
+        for layer, head in progress(parts):
+            with ablate(network, layer, head, mlp=head is None, replacement=replacement):
+                increase = loss_from(layer) - loss
+            if head is None:
+                mlps[layer] = increase
+            else:
+                heads[layer, head] = increase
     return AblationCosts(loss.item(), heads, mlps)

@@ -1,11 +1,13 @@
 """All causal measures of one text, for the interactive page."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import tiktoken
 import torch
+from tqdm import tqdm
 
 from analysis.ablation import AblationCosts, ablation_costs
 from analysis.logit_attribution import logit_attributions
@@ -76,5 +78,10 @@ def measure_text(network: GPT, tokenizer: tiktoken.Encoding, ids: list[int]) -> 
         target_ids=targets.tolist(),
         targets=token_labels(tokenizer, targets.tolist(), max_chars=40),
         contributions=contributions,
-        costs=ablation_costs(network, tokens[None]) if len(ids) > 1 else None,
+        costs=ablation_costs(network, tokens[None], progress=_progress_bar) if len(ids) > 1 else None,
     )
+
+
+def _progress_bar(parts: list) -> Iterable:
+    """Shown in a terminal if the ablations take longer than two seconds."""
+    return tqdm(parts, desc="ablations", delay=2, leave=False, disable=None)
