@@ -4,7 +4,8 @@
     python train.py data.corpus=my.txt budget=5m model=llama       change any key of configs/train.yaml
     python train.py -m model.num_heads=1,2,4                       a sweep: one run per value
 
-Every run gets a directory with its checkpoints, TensorBoard events, config.yaml, train.log and summary.json.
+Every run gets a directory with its checkpoints, TensorBoard events, config.yaml, train.log, summary.json and
+report.html.
 A run that was stopped is resumed with resume=RUN_DIR.
 """
 
@@ -102,10 +103,12 @@ def check_before_slow_imports(config: RunConfig) -> None:
 
 def initialize_run_dir(run: Run, run_dir: Path, trainer: Trainer) -> None:
     """Writes config.yaml, returns a resumed run's directory to the state of its checkpoint, and starts the logs."""
+    from training.report import record_facts
     from training.setup import rewind_run_dir
 
     if is_first():  # rank 0 of the processes
         save_config(run.config, run_dir)
+        record_facts(run, run_dir)
     setup_logging(run_dir / "train.log", silent=not is_first())
     if is_first() and run.config.resumed:
         rewind_run_dir(run, run_dir, trainer)

@@ -18,7 +18,7 @@ from training.callbacks.validation_images import ValidationImages
 from training.config import RunConfig
 from training.datamodule import TextDataModule
 from training.lightning_module import GPTLightning
-from training.setup import make_trainer
+from training.setup import make_trainer, validation_images
 from training.trainer import resolve_trainer_options
 
 
@@ -38,9 +38,9 @@ def new_network(config: RunConfig, data: TextDataModule) -> GPT:
     return GPT(replace(config.model, vocab_size=data.vocab_size))
 
 
-def validation_images_of(data: TextDataModule) -> ValidationImages:
+def validation_images_of(config: RunConfig, data: TextDataModule) -> ValidationImages:
     """The callback that draws in train.py."""
-    return ValidationImages(data.val_passage(ValidationImages.PASSAGE_TOKENS).tolist())
+    return validation_images(data, config.model, MetricsLogger({}))
 
 
 def train(

@@ -51,7 +51,7 @@ class TimedDrawing(Callback):
 def main(config: RunConfig) -> None:
     """Prints one line per validation, the share, and one JSON line."""
     data = prepared_text(config)
-    drawing = TimedDrawing(validation_images_of(data))
+    drawing = TimedDrawing(validation_images_of(config, data))
     with GracefulStop(), tempfile.TemporaryDirectory() as folder:  # handles signals like train.py
         began = time.perf_counter()
         train(config, data, Path(folder), STEPS, config.num_validations, first=Callback(), drawing=drawing)

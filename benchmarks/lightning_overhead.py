@@ -102,7 +102,7 @@ def by_lightning(config: RunConfig, data: TextDataModule, steps: int, run_dir: P
         WARMUP_STEPS + steps,
         num_validations=0,
         first=stopwatch,
-        drawing=validation_images_of(data),
+        drawing=validation_images_of(config, data),
     )
     return stopwatch.step_ms
 

@@ -123,6 +123,17 @@ class TextDataModule(lightning.LightningDataModule):
         """The first ids of the validation split, (n,) int64 with n <= num_tokens: the same in every picture."""
         return torch.from_numpy(self.val_tokens[:num_tokens].astype(np.int64))
 
+    def val_sample(self, num_tokens: int) -> torch.Tensor:
+        """Random windows of the validation split, (N, T + 1) int64: the same in every call.
+
+        N * T is about num_tokens, and T is at most context_length.
+        """
+        T = min(self.context_length, num_tokens, len(self.val_tokens) - 1)
+        generator = torch.Generator().manual_seed(0)
+        starts = torch.randint(len(self.val_tokens) - T, (max(1, num_tokens // T),), generator=generator)
+        windows = [torch.from_numpy(self.val_tokens[start : start + T + 1].astype(np.int64)) for start in starts]
+        return torch.stack(windows)
+
     def _val_batches(self, limit_tokens: int | None, limits: BatchLimits) -> ValBatches:
         config = self.config
         return ValBatches(

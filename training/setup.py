@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 from lightning.pytorch import Callback, Trainer, seed_everything
 
+from analysis import recording
 from data.config import DataConfig, TokenizerConfig
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -25,7 +26,7 @@ from training.callbacks.graceful_stop import GracefulStop
 from training.callbacks.metrics_logger import MetricsLogger
 from training.callbacks.profiler_report import ProfilerReport
 from training.callbacks.progress_bar import RunProgressBar
-from training.callbacks.validation_images import ValidationImages
+from training.callbacks.validation_images import ValidationImages, num_sample_tokens
 from training.checkpointing import AtomicCheckpointIO, remove_stale_checkpoints
 from training.compile import maybe_compile
 from training.config import OptimizerConfig, RunConfig, keys_of
@@ -143,11 +144,12 @@ def prepare_run(config: RunConfig, initial_state: InitialState | None, started_a
 def build_run_trainer(run: Run, run_dir: Path, graceful_stop: GracefulStop) -> Trainer:
     """Builds the Trainer with its callbacks, restores the state of a resumed run, and compiles the network."""
     checkpoints = run_dir / "checkpoints"
+    run.metrics.recorded_in = run_dir
     callbacks = [
         run.metrics,
         RunProgressBar(run.metrics, enabled=run.options.get("enable_progress_bar", True)),
         ProfilerReport(),
-        ValidationImages(run.data.val_passage(ValidationImages.PASSAGE_TOKENS).tolist()),
+        validation_images(run.data, run.network.config, run.metrics, run.started_at),
         graceful_stop,
         BestCheckpoint(checkpoints / "best.ckpt"),
         LastCheckpoint(checkpoints / "last.ckpt", run.metrics, run.metadata, run.started_at),
@@ -170,12 +172,22 @@ def build_run_trainer(run: Run, run_dir: Path, graceful_stop: GracefulStop) -> T
     return trainer
 
 
+def validation_images(
+    data: TextDataModule, config: GPTConfig, metrics: MetricsLogger, started_at: float = 0.0
+) -> ValidationImages:
+    """The callback that draws, with its passage and its sample of the validation split."""
+    passage = data.val_passage(ValidationImages.PASSAGE_TOKENS).tolist()
+    sample = data.val_sample(num_sample_tokens(config, data.val_dataloader().num_predicted))
+    return ValidationImages(passage, sample, metrics, started_at)
+
+
 def rewind_run_dir(run: Run, run_dir: Path, trainer: Trainer) -> None:
     """Removes from the directory of a resumed run what was written after its checkpoint, and logs what is changed."""
     step = run.initial_state.step if run.initial_state else 0
     (run_dir / "summary.json").unlink(missing_ok=True)
     for log in trainer.loggers:
         log.rewind(run.initial_state.step if run.initial_state else -1)
+    recording.rewind(run_dir, run.initial_state.step if run.initial_state else -1)
     resumed = run.config.resumed
     remove_stale_checkpoints(run_dir / "checkpoints", resumed.checkpoint, run.network, run.data.tokenizer)
     changes = f"; changed: {', '.join(resumed.changes)}" if resumed.changes else ""

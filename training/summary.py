@@ -24,6 +24,7 @@ from system.text import pluralize
 from system.version import VERSION
 from training.callbacks.checkpoints import saved_step
 from training.final_metrics import compute_final_metrics
+from training.report import suggested_prompt, write_report
 from training.run_dir import resume_command
 from training.setup import Run
 
@@ -78,6 +79,8 @@ def log_stopped(trainer: Trainer, run_dir: Path) -> None:
     step, saved = trainer.global_step, saved_step(trainer)
     what = "nothing was saved yet" if not saved else "saved" if saved == step else f"step {saved:,} is saved"
     logger.info(f"stopped at step {step:,}; {what}; resume with: {resume_command(run_dir)}")
+    if trainer.is_global_zero and (report := write_report(run_dir)):
+        logger.info(f"report: {relative(report)}")
 
 
 def summarize(run: Run, trainer: Trainer, run_dir: Path) -> None:
@@ -94,11 +97,14 @@ def summarize(run: Run, trainer: Trainer, run_dir: Path) -> None:
         log.save()
         log.close()
     summary = {**final, **run_statistics(run, trainer, best, run_dir)}
+    report = write_report(run_dir, summary)
     with atomic_write(run_dir / "summary.json", run_dir / "summary.tmp") as file:  # marks the run as finished
         file.write((json.dumps(summary, indent=2) + "\n").encode())
     (run_dir / "checkpoints" / "previous.ckpt").unlink(missing_ok=True)
     hints = [log.view_hint() for log in trainer.loggers]
     vocab_size, prompt = best.network.config.vocab_size, suggested_prompt(run)
+    if report:
+        hints.append(f"report of the run:       {relative(report)}")
     logger.info(final_report(summary, text, run_dir, vocab_size, prompt, hints))
 
 
@@ -121,15 +127,6 @@ def run_statistics(run: Run, trainer: Trainer, best: Checkpoint, run_dir: Path) 
             "tiny_gpt": VERSION,
         },
     }
-
-
-def suggested_prompt(run: Run) -> str:
-    """The start of a line: of Hamlet's for the embedded text, else the first suitable one of the validation text."""
-    if run.config.data.corpus in (None, "shakespeare"):
-        return "To be, or not"
-    _, *lines = next(run.data.corpus.val.read(1 << 16)).split("\n")  # the first line may be incomplete
-    starts = (" ".join(line.split()[:4]) for line in lines)
-    return next((start for start in starts if start and start.isprintable() and len(start) <= 40), "")
 
 
 def final_report(

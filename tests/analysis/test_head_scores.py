@@ -116,5 +116,5 @@ def test_every_validation_writes_one_picture_and_the_strongest_head_of_each_scor
     steps = [event.step for event in written.Scalars("Loss/validation")]
     for tag in scalars:
         assert [event.step for event in written.Scalars(tag)] == steps
-    for tag in ("attention/heads", "attention/maps"):
+    for tag in ("attention/heads", "attention/heads_ablated", "attention/maps"):
         assert [event.step for event in written.Images(tag)] == steps

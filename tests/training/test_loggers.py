@@ -171,7 +171,7 @@ def test_wandb_offline_has_the_same_names_and_steps_and_a_resumed_run_keeps_its_
     assert sum("sample" in data for data in logged) == 2
     run_id = (run.path / "wandb_run_id").read_text(encoding="utf-8")
     (folder,) = tmp_path.glob(f"wandb/offline-run-*-{run_id}")
-    assert len(list(folder.glob("files/media/images/attention/*.png"))) == 4
+    assert len(list(folder.glob("files/media/images/attention/*.png"))) == 6
     time.sleep(1)  # the names of wandb's folders have seconds
     resumed = train_here(f"resume={run.path}", "trainer.max_steps=8", settings=())
     assert resumed.returncode == 0, resumed

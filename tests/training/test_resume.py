@@ -10,6 +10,7 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
+from analysis.recording import load_curve, load_validations
 from checkpoint.checkpoint import load_checkpoint
 from checkpoint.io import read_checkpoint
 from tests.conftest import write_text
@@ -26,6 +27,15 @@ def curves(events, run):
     log = events(run.path)
     rates = [tag for tag in log.Tags()["scalars"] if tag.startswith("Optimizer/lr_")]
     return {tag: [(event.step, event.value) for event in log.Scalars(tag)] for tag in (*CURVES, *rates)}
+
+
+def recorded(run):
+    """What the report shows, without the times: of every validation, and of the training curve."""
+    validations, notes = load_validations(run.path)
+    rows, more_notes = load_curve(run.path)
+    arrays = [[getattr(each, name).tolist() for name in each.ARRAYS] for each in validations]
+    facts = [(each.step, each.tokens, each.nats_per_token, each.text, each.labels) for each in validations]
+    return arrays, facts, [(row["step"], row["tokens"], row["loss"]) for row in rows], notes, more_notes
 
 
 def equal(a, b):
@@ -55,6 +65,7 @@ def stopped_after(train_here, monkeypatch):
             patch.setattr(GPTLightning, "training_step", interrupted)
             finished = train_here(*overrides, **options)
         assert finished.returncode == 128 + number, finished
+        assert (finished.path / "report.html").is_file() == any(finished.path.glob("recording/step-*.npz"))
         return finished
 
     return stopped
@@ -65,6 +76,7 @@ def assert_same_run(events, one, other):
     for key in ("state_dict", "optimizer_states", "gpt", "global_step", "epoch"):
         assert equal(a[key], b[key]), key
     assert curves(events, one) == curves(events, other)
+    assert recorded(one) == recorded(other) and (other.path / "report.html").is_file()
     best, other_best = (load_checkpoint(run.path / "checkpoints/best.ckpt") for run in (one, other))
     assert best.step == other_best.step and best.validation == other_best.validation
     assert equal(best.network.state_dict(), other_best.network.state_dict())

@@ -8,7 +8,8 @@ import pytest
 
 from data.corpus import Corpus
 from system.process import script_path
-from training.summary import final_report, suggested_prompt
+from training.report import suggested_prompt
+from training.summary import final_report
 
 FIGURES = {"val_nats_per_token": 3.0, "val_bits_per_byte": 2.0, "val_tokens": 9, "val_tokens_in_split": 9}
 SUMMARY = FIGURES | {"steps": 120, "best_step": 120, "seconds": 1.0, "tokens_per_second": 1.0}

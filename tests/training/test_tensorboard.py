@@ -22,6 +22,7 @@ from training.final_metrics import FINAL_METRICS
 from training.loggers.event_file import rewind_events
 
 VALIDATIONS = [8, 16, 24, 32, 40]
+IMAGES = ["attention/heads", "attention/heads_ablated", "attention/maps"]
 READINGS = [5, 10, 15, 20, 25, 30, 35, 40]
 
 
@@ -46,6 +47,9 @@ def test_every_curve_is_there_at_its_steps(log):
         assert steps.pop(tag) == READINGS[1:], tag  # the first five steps are warm-up
     heads = ("entropy_min", "distance_max", "previous_max", "first_max", "induction_max", "duplicate_max")
     for tag in ("Loss/validation", "Loss/validation_bits_per_byte", *(f"attention/{name}" for name in heads)):
+        assert steps.pop(tag) == VALIDATIONS, tag
+    parts = ("ablation/head_max", "ablation/mlp_max", *(f"by_layer/lens_loss_{layer}" for layer in range(3)))
+    for tag in parts:
         assert steps.pop(tag) == VALIDATIONS, tag
     for name in FINAL_METRICS:
         assert steps.pop(f"final/{name}") == [40], name
@@ -99,7 +103,7 @@ def test_picture_of_attention_is_a_png_one_can_see(log):
 
 
 def test_image_tags_are_few_and_the_printed_command_asks_for_all_images(log, tiny_run):
-    assert sorted(log.Tags()["images"]) == ["attention/heads", "attention/maps"]
+    assert sorted(log.Tags()["images"]) == IMAGES
     assert int(re.search(r"--samples_per_plugin images=(\d+)", tiny_run.stdout)[1]) >= 100
 
 
@@ -174,7 +178,11 @@ def test_server_shows_scalars_pictures_text_and_hyperparameters(tiny_run, board)
     } < set(scalars)
     values = json.loads(ask(f"plugin/scalars/scalars?run={run}&tag=Loss/validation"))
     assert [step for _, step, _ in values] == VALIDATIONS
-    assert sorted(json.loads(ask("plugin/images/tags"))[run]) == ["attention/heads", "attention/maps"]
+    assert sorted(json.loads(ask("plugin/images/tags"))[run]) == [
+        "attention/heads",
+        "attention/heads_ablated",
+        "attention/maps",
+    ]
     images = json.loads(ask(f"plugin/images/images?run={run}&tag=attention/maps&sample=0"))
     assert [image["step"] for image in images] == VALIDATIONS
     png = ask("plugin/images/individualImage?" + images[-1]["query"])

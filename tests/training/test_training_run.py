@@ -38,7 +38,10 @@ def test_run_leaves_its_files_in_one_directory_and_no_others(tiny_run):
     assert tiny_run.returncode == 0, tiny_run
     files = sorted(str(path.relative_to(tiny_run.path)) for path in tiny_run.path.rglob("*") if path.is_file())
     assert files[:3] == ["checkpoints/best.ckpt", "checkpoints/last.ckpt", "config.yaml"]
-    assert files[3].startswith("events.out.tfevents.") and files[4:] == ["summary.json", "train.log"]
+    assert files[3].startswith("events.out.tfevents.")
+    recorded = [f"step-{step:08d}.npz" for step in (8, 16, 24, 32, 40)]
+    assert files[4:-3] == [f"recording/{name}" for name in ("curve.jsonl", "run.json", *recorded)]
+    assert files[-3:] == ["report.html", "summary.json", "train.log"]
     assert [path.name for path in tiny_run.path.parent.iterdir()] == [tiny_run.path.name]
 
 

@@ -4,16 +4,26 @@ import math
 import statistics
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from analysis.recording import append_to_curve
 from system.checks import COUNT, SECONDS, Bounded, Predicate
 from system.memory import memory_mb, peak_memory_mb, reset_peak_memory
 from system.running_clock import exclude_suspensions, running_seconds
 from training.progress import run_progress
+
+RECORDED = {
+    "loss": "Loss/train",
+    "tokens": "Progress/tokens",
+    "memory_mb": "System/memory_mb",
+    "step_ms": "Speed/step_ms",
+}
+"""What analysis/recording.py keeps of the curves: its names -> tags."""
 
 
 class MetricsLogger(Callback):
@@ -27,6 +37,7 @@ class MetricsLogger(Callback):
 
     def __init__(self, hyperparameters: dict[str, float | str | None], varied: Collection[str] = ()):
         self.hyperparameters = hyperparameters
+        self.recorded_in: Path | None = None  # directory of the run, whose report shows the curves
         self.varied = varied  # those that the user has set or sweeps over
         self.step_ms_readings: list[float] = []  # one per logging interval
         self._warmup_ms = math.nan
@@ -152,6 +163,9 @@ class MetricsLogger(Callback):
                 values["Speed/tokens_per_second"] = self.tokens_per_second
         for logger in trainer.loggers:
             logger.log_metrics(values, trainer.global_step)
+        if self.recorded_in and trainer.is_global_zero:
+            row = {name: values.get(tag) for name, tag in RECORDED.items()}
+            append_to_curve(self.recorded_in, {"step": trainer.global_step, **row})
         self._interval_seconds, self._interval_steps, self._interval_batches = 0.0, 0, 0
         self._loss_sum = 0.0
 
