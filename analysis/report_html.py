@@ -29,6 +29,7 @@ MAX_MAP_BYTES = 3_000_000  # of all attention maps together; base64 adds a third
 MAX_CURVE_POINTS = 800
 MIN_TOKENS = 16  # that maps are shortened to before validations are left out
 MAX_TEXT = 4000  # characters of a sample
+NOT_COMPARED = ("runs_dir", "resume", "data.cache_dir")  # settings without an effect on results
 _SUMMARY = ("val_bits_per_byte", "val_nats_per_token", "seconds", "steps", "tokens", "best_step", "parameters",
             "step_ms", "tokens_per_second", "peak_memory_mb")  # fmt: skip
 
@@ -170,6 +171,7 @@ def _differing_keys(runs: Sequence[RecordedRun]) -> list[str]:
     """Keys of the config whose values are not the same in all runs."""
     configs = [flatten(run.facts["config"]) for run in runs]
     keys = list(dict.fromkeys(key for config in configs for key in config))
+    keys = [key for key in keys if key not in NOT_COMPARED]
     return [key for key in keys if len({json.dumps(config.get(key)) for config in configs}) > 1]
 
 

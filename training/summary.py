@@ -78,9 +78,11 @@ def log_stopped(trainer: Trainer, run_dir: Path) -> None:
     """Logs what is saved of a run that a signal has stopped, and how to resume it."""
     step, saved = trainer.global_step, saved_step(trainer)
     what = "nothing was saved yet" if not saved else "saved" if saved == step else f"step {saved:,} is saved"
-    logger.info(f"stopped at step {step:,}; {what}; resume with: {resume_command(run_dir)}")
-    if trainer.is_global_zero and (report := write_report(run_dir)):
-        logger.info(f"report: {relative(report)}")
+    try:
+        if trainer.is_global_zero and (report := write_report(run_dir)):
+            logger.info(f"report of the run: {relative(report)}")
+    finally:
+        logger.info(f"stopped at step {step:,}; {what}; resume with: {resume_command(run_dir)}")
 
 
 def summarize(run: Run, trainer: Trainer, run_dir: Path) -> None:

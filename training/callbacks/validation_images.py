@@ -24,7 +24,7 @@ from training.budget_timer import budget_timer
 from training.callbacks.metrics_logger import MetricsLogger
 from training.loggers import RunLogger
 
-MIN_SAMPLE_TOKENS, MAX_SAMPLE_TOKENS = 64, 2048
+MIN_SAMPLE_TOKENS, MAX_SAMPLE_TOKENS = 64, 1024
 
 logger = logging.getLogger(__name__)
 
