@@ -55,7 +55,7 @@ def test_share_is_that_of_ninety_seconds(measured):
     out, _ = measured
     result = json.loads(out.splitlines()[-1])
     assert result["share_of_default_run"] == pytest.approx(sum(result["drawing_s"]) / 90, abs=1e-4)
-    (percent,) = re.findall(r"([\d.]+)% of a default run of 90 s; promised: at most 3%", out)
+    (percent,) = re.findall(r"([\d.]+)% of a default run of 90 s; promised: at most 2%", out)
     # Both are rounded, each from the exact share: the one from the other might be rounded twice.
     assert float(percent) / 100 == pytest.approx(result["share_of_default_run"], abs=6e-5)
 
