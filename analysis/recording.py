@@ -26,6 +26,7 @@ from system.files import atomic_write
 FOLDER = "recording"
 MAX_BYTES = 64 << 20  # of one file, unpacked
 MAX_TEXT = 1 << 16  # characters
+MAX_NESTED = 300  # lists and dictionaries in run.json
 WRONG_VALUES = (ValueError, KeyError, TypeError, RecursionError)
 HEAD_SCORES = ("entropy", "distance", "previous", "first", "induction", "duplicate")
 
@@ -180,7 +181,10 @@ def load_facts(run_dir: Path) -> dict[str, Any]:
         path = run_dir / FOLDER / "run.json"
         if path.stat().st_size > MAX_BYTES:
             raise ValueError("it is too large")
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if text.count("{") + text.count("[") > MAX_NESTED:
+            raise ValueError("it has too many nested values")
+        facts = json.loads(text)
         check(facts, _FACTS_OF_RUN, "run")
         return facts
     except (OSError, RecursionError) as error:
@@ -202,6 +206,8 @@ def _load_validation(path: Path) -> ValidationRecord:
     with zipfile.ZipFile(path) as archive:
         if sum(entry.file_size for entry in archive.infolist()) > MAX_BYTES:
             raise ValueError("too large")
+        for entry in archive.infolist():
+            _check_size(archive, entry)
     with np.load(path, allow_pickle=False) as archive:
         found = {name: archive[name] for name in archive.files}
     facts = json.loads(found.pop("facts").tobytes().decode())
@@ -213,6 +219,16 @@ def _load_validation(path: Path) -> ValidationRecord:
     record = ValidationRecord(**(facts | {"labels": tuple(facts["labels"])}), **found)  # other names: TypeError
     _check_shapes(record)
     return record
+
+
+def _check_size(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
+    """Raises ValueError if an array is larger than its data: NumPy would allocate it first."""
+    with archive.open(entry) as file:
+        if np.lib.format.read_magic(file) != (1, 0):
+            raise ValueError("another version of the format")
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    if math.prod(shape) * dtype.itemsize > entry.file_size:
+        raise ValueError("an array is larger than its data")
 
 
 def _check_shapes(record: ValidationRecord) -> None:

@@ -1,8 +1,10 @@
 """The report of a run in a real browser: what it shows is what was recorded, which is what the network does."""
 
+import io
 import json
 import re
 import shutil
+import zipfile
 from dataclasses import replace
 
 import numpy as np
@@ -249,6 +251,16 @@ def test_recording_of_a_stranger_is_checked(tmp_path, change):
         change = {"facts": np.frombuffer(change["facts"].encode(), np.uint8)}
     np.savez(path, **(content | change))
     assert load_validations(tmp_path) == ([], ["recording/step-00000005.npz is damaged and was left out."])
+
+
+def test_array_that_claims_a_terabyte_is_damaged(tmp_path):
+    save_validation(tmp_path, fake_run(tmp_path).validations[0])
+    path, content = validation_file(tmp_path, 5), io.BytesIO()
+    np.lib.format.write_array_header_1_0(content, {"descr": "<f4", "fortran_order": False, "shape": (1 << 38,)})
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("more.npy", content.getvalue())
+    with_claim = load_validations(tmp_path)
+    assert with_claim == ([], ["recording/step-00000005.npz is damaged and was left out."])
 
 
 def test_rewinding_removes_what_came_after_the_checkpoint(tmp_path):
