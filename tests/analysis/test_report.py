@@ -112,10 +112,7 @@ def assert_shows(browser, record):
     )
     opacity = np.array(pixels).reshape(L * H, T, T, 4)[..., 3]
     np.testing.assert_array_equal(opacity, SCALE[maps, 3])
-    shown = browser.execute_script(
-        "const numbers = document.querySelectorAll('.head > span:last-child, .mlp > span:last-child');"
-        "return Array.from(numbers, each => each.textContent);"
-    )
+    shown = browser.execute_script("return Array.from(document.querySelectorAll('.number'), each => each.textContent);")
     expected = [[*record.ablation_heads[layer], record.ablation_mlps[layer]] for layer in range(L)]
     numbers = [float(each.replace("−", "-")) for each in shown]
     np.testing.assert_allclose(numbers, np.array(expected).flatten(), atol=0.0051)
@@ -294,6 +291,7 @@ def test_large_run_is_a_small_page_that_says_what_is_missing(open_page, tmp_path
     assert f"{MAX_VALIDATIONS} of 200 validations" in notes and re.search(r"first \d+ of 64 recorded tokens", notes)
     assert text_of(browser, "now").startswith("step 200 ")
     browser = open_page(tmp_path / "page.html", 390)
+    assert min(canvas.size["width"] for canvas in browser.find_elements("css selector", "#heads canvas")) > 10
     assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
 
 
