@@ -93,6 +93,11 @@ def segments(texts: Iterable[str]) -> Iterator[str]:
         yield rest
 
 
+def decode(encoding: tiktoken.Encoding, ids: Iterable[int]) -> str:
+    """Returns the text of token ids; ids without a token, as embeddings with more rows than tokens have, are left out."""
+    return b"".join(_bytes_of(encoding, token_id) for token_id in ids).decode(errors="replace")
+
+
 class StreamingDetokenizer:
     """Decodes ids one at a time into complete characters: all results joined are `encoding.decode(ids)`."""
 

@@ -130,9 +130,9 @@ def load_initial_state(config: RunConfig) -> InitialState | None:
 def _with_context_length(
     network: GPTConfig, weights: dict[str, torch.Tensor], config: RunConfig
 ) -> tuple[GPTConfig, dict[str, torch.Tensor]]:
-    """Crops learned positions if the command line sets a smaller context. RoPE has no weights: any length fits."""
+    """Crops learned positions if a smaller context is set. RoPE has no weights: any length fits."""
     length = config.model.context_length
-    if "model.context_length" not in config.overridden_keys:
+    if "model.context_length" not in config.explicit_keys:
         return network, weights
     if network.positions == "learned":
         if length >= network.context_length:
@@ -148,7 +148,7 @@ def with_network_of(initial_state: InitialState, config: RunConfig) -> RunConfig
         if name == "vocab_size" or name in NON_WEIGHT_FIELDS:
             continue
         ours = getattr(config.model, name)
-        if config.overridden_keys & {"model", f"model.{name}", "experiment"} and ours != value:
+        if ours != value and ("model" in config.overridden_keys or f"model.{name}" in config.explicit_keys):
             differ.append(f"model.{name} is {short_repr(ours)}, in the checkpoint {short_repr(value)}")
         network[f"model.{name}"] = value
     if differ:

@@ -13,6 +13,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from checkpoint.checkpoint import Checkpoint, load_checkpoint
+from data.tokenizer import decode
 from model import kernels
 from model.gpt import GPT
 from sampling.config import SamplingConfig
@@ -92,7 +93,7 @@ def summarize(run: Run, trainer: Trainer, run_dir: Path) -> None:
 
     best = load_checkpoint(run_dir / "checkpoints" / "best.ckpt")
     start = best.tokenizer.encode_ordinary("\n")
-    text = best.tokenizer.decode(list(generate(best.network, start, SamplingConfig(max_new_tokens=150))))
+    text = decode(best.tokenizer, generate(best.network, start, SamplingConfig(max_new_tokens=150)))
     final = compute_final_metrics(best, run.metrics)
     for log in trainer.loggers:
         log.log_metrics({f"final/{name}": value for name, value in final.items()}, trainer.global_step)

@@ -15,6 +15,7 @@ from torch.testing import assert_close
 
 from checkpoint.checkpoint import Checkpoint, load_checkpoint
 from checkpoint.hugging_face.architectures import architecture_for
+from checkpoint.hugging_face.tokenizer import tokenizer_json
 from configs.compose import compose
 from data.config import TokenizerConfig
 from data.corpus import Corpus, find_files
@@ -23,6 +24,7 @@ from model.gpt import GPT
 from sampling.config import SamplingConfig
 from sampling.sampler import generate
 from system.errors import UserError
+from tests.conftest import write_text
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
@@ -403,3 +405,21 @@ def test_longer_context_is_rejected_for_learned_positions_only(export, train_her
     else:
         assert run.returncode == 0, run.stderr
         assert load_checkpoint(run.path).network.config.context_length == length
+
+
+def test_fine_tuning_recipe_takes_a_directory_with_unused_rows_and_exports_again(train_here, sample_here, tmp_path):
+    """The embedding of a published network may have more rows than its tokenizer has tokens."""
+    sizes = {"n_positions": 300, "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 4000}
+    torch.manual_seed(0)
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path / "gpt2")
+    byte = make_encoding("byte", "(?s:.{1,64})", {bytes([number]): number for number in range(256)})
+    (tmp_path / "gpt2" / "tokenizer.json").write_text(tokenizer_json(byte))
+    settings = ("experiment=finetune_gpt2", f"init_from={tmp_path / 'gpt2'}", "trainer.max_steps=2")
+    small = ("trainer.accumulate_grad_batches=2", "data.val_tokens=300", "num_validations=1")
+    run = train_here(*settings, *small, settings=("data.corpus=" + str(write_text(tmp_path / "words.txt", 120)),))
+    assert run.returncode == 0, run
+    trained = load_checkpoint(run.path)
+    assert trained.network.config.context_length == 256 and trained.network.config.vocab_size == 4000
+    assert sample_here(f"checkpoint={run.path}", f"export={tmp_path / 'again'}/").returncode == 0
+    again = load_checkpoint(tmp_path / "again").network.state_dict()
+    assert all(torch.equal(again[name], weight) for name, weight in trained.network.state_dict().items())

@@ -14,7 +14,7 @@ from analysis.ablation import AblationCosts, ablation_costs
 from analysis.head_detector import head_scores, repeated_sequences
 from analysis.logit_lens import lens_losses
 from analysis.recording import HEAD_SCORES, ValidationRecord, pack_maps, save_validation
-from data.tokenizer import token_labels
+from data.tokenizer import decode, token_labels
 from model.config import GPTConfig
 from model.gpt import GPT
 from sampling.config import SamplingConfig
@@ -99,7 +99,7 @@ class ValidationImages(Callback):
             log.log_metrics(values, step)
 
         start = self.passage[:1]
-        text = module.tokenizer.decode(start + list(generate(network, start, self.SAMPLING)))
+        text = decode(module.tokenizer, start + list(generate(network, start, self.SAMPLING)))
         for log in media:
             log.log_text("sample", text, step)
 
