@@ -94,7 +94,7 @@ def segments(texts: Iterable[str]) -> Iterator[str]:
 
 
 def decode(encoding: tiktoken.Encoding, ids: Iterable[int]) -> str:
-    """Returns the text of token ids; ids without a token, as embeddings with more rows than tokens have, are left out."""
+    """Returns the text of token ids. Ids without a token are left out: an embedding may have more rows than tokens."""
     return b"".join(_bytes_of(encoding, token_id) for token_id in ids).decode(errors="replace")
 
 
