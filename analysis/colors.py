@@ -10,10 +10,11 @@ SCALE = np.concatenate([_FAINT + (_FULL - _FAINT) * _SHARE, 255 * _SHARE], 1).ro
 WHITE_TEXT_FROM = 190  # first row of SCALE with white text, on a light background
 
 # Background and text. `masked`: weights hidden by the causal mask; `strong`: text on high weights.
+# `worse`: the loss rises without a part; `focus` is also for its opposite.
 LIGHT = {"paper": "#ffffff", "ink": "#28282e", "faint": "#6e6e76", "line": "#c8c8cd", "masked": "#eeeef0",
-         "strong": "#ffffff", "focus": "#1a56db"}  # fmt: skip
+         "strong": "#ffffff", "focus": "#1a56db", "worse": "#be183c"}  # fmt: skip
 DARK = {"paper": "#141418", "ink": "#ececf1", "faint": "#a2a2ae", "line": "#3a3a44", "masked": "#22222a",
-        "strong": "#ffffff", "focus": "#8ab4ff"}  # fmt: skip
+        "strong": "#ffffff", "focus": "#8ab4ff", "worse": "#f04664"}  # fmt: skip
 
 
 def rgb(color: str) -> tuple[int, int, int]:
