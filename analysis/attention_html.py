@@ -89,7 +89,6 @@ def _measures(measures: TextMeasures) -> dict[str, Any]:
         "target_rows": [rows.get(token, -1) for token in measures.target_ids],
         "parts": contributions and list(contributions),
         "contributions": contributions and np.stack([*contributions.values()], 1).round(3).tolist(),  # (T, parts)
-        "loss": costs and round(costs.loss, 4),
         "head_costs": costs and _rounded(costs.heads),
         "mlp_costs": costs and _rounded(costs.mlps),
     }

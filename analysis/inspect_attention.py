@@ -53,12 +53,12 @@ def main(config: InspectConfig) -> None:
 
     measured = list(measures(config, network, tokenizer, whole_text, ids, query))  # before printing: may raise
     weights = torch.cat(network.attention_maps(torch.tensor([ids]))).numpy()  # (L, H, T, T)
-    maps, description = weights, about
+    maps, caption = weights, about
     labels = token_labels(tokenizer, ids)
     what = f'where token {query}, "{labels[query]}", looks'
     if config.value_weighted:
         maps, longest = value_weighted(network, ids)
-        about += f"; weight x length of the value vector, as a share of the largest, {longest:.3g}"
+        caption += f"; weight x length of the value vector, as a share of the largest, {longest:.3g}"
         what = f'what token {query}, "{labels[query]}", gets: weight x length of the value vector'
         what += f", as a share of the largest of all heads, {longest:.3g}"
     print(f"layer {config.layer}, head {config.head}: {what}")
@@ -68,7 +68,7 @@ def main(config: InspectConfig) -> None:
     if config.png is not None:
         from analysis.attention_plot import draw_attention, save
 
-        save(draw_attention(maps, labels, about, scale=2), Path(config.png))
+        save(draw_attention(maps, labels, caption, scale=2), Path(config.png))
         print_note(f"picture: {config.png}")
     if config.html is not None:
         from analysis.attention_html import attention_page, save_page
@@ -77,7 +77,7 @@ def main(config: InspectConfig) -> None:
         chosen, view = (config.layer, config.head, query), "values" if config.value_weighted else "weights"
         measured = measure_text(network, tokenizer, ids)
         whole_labels = token_labels(tokenizer, ids, max_chars=40)
-        save_page(attention_page(weights, whole_labels, description, chosen, measured, view), Path(config.html))
+        save_page(attention_page(weights, whole_labels, about, chosen, measured, view), Path(config.html))
         print_note(f"page: {config.html}")
 
 

@@ -4,11 +4,11 @@ The `gguf` package writes the format. llama.cpp runs GPT-2 and Llama networks, a
 published models: of the tokenizers here, with GPT-2's (`tokenizer.pattern=gpt2`). Everything else is rejected.
 """
 
-import os
-import secrets
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tiktoken
@@ -19,6 +19,10 @@ from checkpoint.hugging_face.tokenizer import GPT2_PATTERNS, all_merges, to_char
 from data.tokenizers.byte import PATTERN as BYTE_PATTERN
 from model.config import GPTConfig
 from system.errors import UserError
+from system.files import atomic_write
+
+if TYPE_CHECKING:  # the package is optional
+    from gguf import GGUFWriter
 
 # A byte that no UTF-8 text contains. llama.cpp stops at an end-of-text token, and needs to be given one.
 _NEVER_USED = b"\xff"
@@ -67,32 +71,27 @@ def write_gguf(
             written.
     """
     architecture = _architecture(config)
-    pre_tokenizer_tokens = _check_tokenizer(tokenizer)
+    merges = _merges(tokenizer)
     try:
         from gguf import GGUFWriter, LlamaFileType
     except ImportError:
         raise UserError("export to .gguf needs the package gguf. Install it with: pip install gguf") from None
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        temporary.touch()
-        writer = GGUFWriter(temporary, architecture.model_type)
-        writer.add_name(name)
-        writer.add_file_type(LlamaFileType.ALL_F32)
-        _add_config(writer, config)
-        _add_tokenizer(writer, tokenizer, pre_tokenizer_tokens)
-        theirs = architecture.to_weights({key: tensor.cpu() for key, tensor in weights.items()}, config)
-        for key, tensor in _gguf_tensors(architecture.model_type, theirs, config):
-            writer.add_tensor(key, tensor)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        os.replace(temporary, path)
+        with atomic_write(path) as file:
+            writer = GGUFWriter(file.name, architecture.model_type)
+            writer.add_name(name)
+            writer.add_file_type(LlamaFileType.ALL_F32)
+            _add_config(writer, config)
+            _add_tokenizer(writer, tokenizer, merges)
+            theirs = architecture.to_weights({key: tensor.cpu() for key, tensor in weights.items()}, config)
+            for key, tensor in _gguf_tensors(architecture.model_type, theirs, config):
+                writer.add_tensor(key, tensor)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+            writer.close()
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}. Give another file name.") from None
-    finally:
-        with suppress(OSError):  # renamed, or never created
-            temporary.unlink()
 
 
 def _architecture(config: GPTConfig) -> Architecture:
@@ -106,7 +105,7 @@ def _architecture(config: GPTConfig) -> Architecture:
     return nearest
 
 
-def _add_config(writer: "GGUFWriter", c: GPTConfig) -> None:  # noqa: F821 -- the package is optional
+def _add_config(writer: GGUFWriter, c: GPTConfig) -> None:
     writer.add_context_length(c.context_length)
     writer.add_embedding_length(c.d_model)
     writer.add_block_count(c.num_layers)
@@ -152,7 +151,7 @@ def _interleave_halves(rows: Tensor, num_heads: int) -> Tensor:
 # Tokenizer
 
 
-def _check_tokenizer(tokenizer: tiktoken.Encoding) -> list[tuple[bytes, bytes]]:
+def _merges(tokenizer: tiktoken.Encoding) -> list[tuple[bytes, bytes]]:
     """The merges for llama.cpp. Raises UserError where its ids would differ from ours."""
     ranks = tokenizer._mergeable_ranks
     if tokenizer._pat_str == BYTE_PATTERN:
@@ -187,11 +186,7 @@ def _merge(piece: bytes, rank_of: Callable[[bytes], int | None]) -> list[bytes]:
     return parts
 
 
-def _add_tokenizer(
-    writer: "GGUFWriter",  # noqa: F821 -- the package is optional
-    tokenizer: tiktoken.Encoding,
-    merges: list[tuple[bytes, bytes]],
-) -> None:
+def _add_tokenizer(writer: GGUFWriter, tokenizer: tiktoken.Encoding, merges: list[tuple[bytes, bytes]]) -> None:
     from gguf import TokenType
 
     ranks, special = tokenizer._mergeable_ranks, tokenizer._special_tokens

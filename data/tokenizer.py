@@ -99,7 +99,7 @@ def decode(encoding: tiktoken.Encoding, ids: Iterable[int]) -> str:
 
 
 class StreamingDetokenizer:
-    """Decodes ids one at a time into complete characters: all results joined are `encoding.decode(ids)`."""
+    """Decodes ids one at a time into complete characters: all results joined are `decode(encoding, ids)`."""
 
     def __init__(self, encoding: tiktoken.Encoding):
         self.encoding = encoding
