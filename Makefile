@@ -33,7 +33,7 @@ board: $(VENV)/.run   ## look at all runs in TensorBoard
 test: $(VENV)/.dev   ## run the test suite
 	@$(BIN)/python -m pytest $(ARGS)
 
-soak: $(VENV)/.dev   ## run the long tests: twenty kills, five thousand steps
+soak: $(VENV)/.dev   ## run the long tests: kills at every moment, five thousand steps, more ways to resume
 	@$(BIN)/python -m pytest -n 0 -m soak $(ARGS)
 
 lint: $(VENV)/.dev   ## check style, and that imports go down

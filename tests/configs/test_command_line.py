@@ -45,7 +45,7 @@ anything = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="
 nasty = st.text("a ,'\"!#$\\{}[]()=:~@%&*+-é漢👑\n\t?|/.")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(anything | nasty)
 @example('To be, or not to be: that\'s the "question"!')
 @example("a=b, c=${oc.env:HOME} # {x: [1, 2]}")
@@ -641,7 +641,7 @@ settings_like = st.one_of(
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(settings_like, min_size=1, max_size=3))
 @example(["=5"])
 @example(["model=5"])

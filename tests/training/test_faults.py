@@ -61,7 +61,9 @@ def assert_curves_grow(events, run_dir):
 # Signals
 
 
-@pytest.mark.parametrize("number", GracefulStop.SIGNALS)
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=[pytest.mark.soak] * (n == signal.SIGHUP)) for n in GracefulStop.SIGNALS]
+)
 def test_signal_saves_the_last_step_and_says_how_to_go_on(start, train_here, tiny, tmp_path, number, events):
     settings = ("trainer.max_steps=100000", "trainer.val_check_interval=25", f"runs_dir={tmp_path}")
     process = start("train.py", *tiny, *settings)
@@ -198,11 +200,11 @@ IN_PLACE = "os, 'replace', lambda old, new: str(new).endswith('last.ckpt')"
 @pytest.mark.parametrize(
     ("where", "number", "after", "left"),
     [
-        (BODY_WRITTEN, 1, False, {"last.tmp"}),
+        pytest.param(BODY_WRITTEN, 1, False, {"last.tmp"}, marks=pytest.mark.soak),
         (BODY_WRITTEN, 2, False, {"last.tmp", "last.ckpt"}),
-        (SEALED, 2, False, {"last.tmp", "last.ckpt"}),
+        pytest.param(SEALED, 2, False, {"last.tmp", "last.ckpt"}, marks=pytest.mark.soak),
         (OUT_OF_THE_WAY, 1, True, {"last.tmp", "previous.ckpt"}),
-        (IN_PLACE, 2, True, {"last.ckpt", "previous.ckpt"}),
+        pytest.param(IN_PLACE, 2, True, {"last.ckpt", "previous.ckpt"}, marks=pytest.mark.soak),
     ],
     ids=["first, half written", "half written", "not on the disk yet", "between two names", "just in place"],
 )

@@ -95,15 +95,18 @@ ACCUMULATING = ("trainer.max_steps=8", "trainer.accumulate_grad_batches=4", "tra
     [
         (("trainer.max_steps=20",), (0, 9)),
         (("trainer.max_steps=20", "trainer.precision=32-true"), (3,)),  # a validation is due after this step
-        (("trainer.max_steps=20",), (4,)),  # has just been done
+        pytest.param(("trainer.max_steps=20",), (4,), marks=pytest.mark.soak),  # has just been done
         (("trainer.max_steps=20", *ADAMW), (7, 8)),
         (("trainer.max_steps=20", "model=llama", "trainer.gradient_clip_val=0.5", BFLOAT16), (13,)),
         ((*ACCUMULATING, *ADAMW), (5, 14)),  # in the middle of a step
         (ACCUMULATING, (11, 17)),  # in a step's last batch, a validation after it; in the middle, a validation after it
         (EPOCHS, (10, 16)),  # in the last batch of an epoch, and within one
-        ((*EPOCHS, "trainer.accumulate_grad_batches=4"), (9, 15, 35)),
+        pytest.param((*EPOCHS, "trainer.accumulate_grad_batches=4"), (9, 15, 35), marks=pytest.mark.soak),
         (("trainer.max_epochs=4", "trainer.limit_train_batches=5", "num_validations=3"), (4, 7, 12)),
-        (("trainer.max_steps=12", "trainer.overfit_batches=3", "trainer.val_check_interval=0.7"), (1, 6)),
+        pytest.param(
+            *(("trainer.max_steps=12", "trainer.overfit_batches=3", "trainer.val_check_interval=0.7"), (1, 6)),
+            marks=pytest.mark.soak,
+        ),
     ],
     ids=lambda value: " ".join(map(str, value)),
 )
