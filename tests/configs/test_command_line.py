@@ -641,7 +641,7 @@ settings_like = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(settings_like, min_size=1, max_size=3))
 @example(["=5"])
 @example(["model=5"])

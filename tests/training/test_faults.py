@@ -85,14 +85,15 @@ def test_signal_saves_the_last_step_and_says_how_to_go_on(start, train_here, tin
 
 
 def test_second_ctrl_c_stops_at_once(start, train_here, tiny, tmp_path):
-    # A step of 20,000 batches: the first signal would wait for its end.
-    shakespeare = f"data.corpus={PROJECT / 'data/shakespeare.txt'}"
+    # A step of all 5,600 batches of the text: the first signal would wait for its end.
+    text = tmp_path / "text.txt"
+    text.write_bytes((PROJECT / "data/shakespeare.txt").read_bytes()[:400_000])
     settings = (
         "trainer.accumulate_grad_batches=20000",
         "trainer.max_steps=9",
         "tokenizer=byte",
         "tokenizer.vocab_size=null",
-        shakespeare,
+        f"data.corpus={text}",
     )
     process = start("train.py", *tiny, *settings, f"runs_dir={tmp_path}")
     try:
